@@ -136,3 +136,186 @@ REMEDIES: Final[Mapping[Reason, str]] = {
         'The kernel asked for cannot run this site; use kernel="auto", or see the numbers.'
     ),
 }
+
+#: The kinds of graph torch.compile makes: one for inference, two for a training step.
+GRAPH_KINDS: Final = ("inference", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One all_reduce of a graph and what became of it.
+
+    Attributes:
+        fused: True where the fused op replaced it.
+        reason: Why not, or None where `fused`.
+        numbers: The values that caused the decision (sizes, dtypes, op names).
+        source: The user's line that called it, "model.py:12 in forward", or "".
+        module: The path of the nn.Module around it, "layers.0.mlp.down_proj", or "".
+        shape: The reduced tensor's shape; symbolic sizes are strings.
+        dtype: The reduced tensor's dtype, "bfloat16".
+        group: The process group's name; `world_size` its number of ranks, None if unknown.
+        norm: The norm it leads to, written as a formula, or "".
+        steps: What stands between all_reduce and norm, in order: "view", "cast", "bias",
+            "scale", "residual".
+        outputs: What the fused op returns: "norm", "residual", "reduced", "rstd".
+        kernel: What runs it: "unfused" is the group's own all_reduce, then add and norm.
+    """
+
+    fused: bool
+    reason: Reason | None = None
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    source: str = ""
+    module: str = ""
+    shape: tuple[int | str, ...] = ()
+    dtype: str = ""
+    group: str = ""
+    world_size: int | None = None
+    norm: str = ""
+    steps: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    kernel: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, in one sentence; "" where fused."""
+        return "" if self.reason is None else REMEDIES[self.reason]
+
+    @property
+    def is_gradient(self) -> bool:
+        """True for a gradient's all_reduce, which stays out of the headline counts."""
+        return self.reason is Reason.GRADIENT
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values; `from_dict` reads them back."""
+        data = asdict(self)
+        data["reason"] = None if self.reason is None else self.reason.value
+        for name in ("shape", "steps", "outputs"):
+            data[name] = list(data[name])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
+        """Read what `to_dict` wrote."""
+        values = dict(data)
+        reason = values.get("reason")
+        values["reason"] = None if reason is None else Reason(reason)
+        for name in ("shape", "steps", "outputs"):
+            values[name] = tuple(values.get(name, ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """The sites of one compiled graph.
+
+    Attributes:
+        kind: "inference", "forward" or "backward".
+        sites: One entry for every all_reduce, in program order.
+        notes: What else the user should know, a sentence each (caching off, a user's pass
+            without a uuid).
+    """
+
+    kind: str = "inference"
+    sites: tuple[SiteReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values; `from_dict` reads them back."""
+        return {
+            "kind": self.kind,
+            "sites": [site.to_dict() for site in self.sites],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
+        """Read what `to_dict` wrote."""
+        return cls(
+            kind=data["kind"],
+            sites=tuple(SiteReport.from_dict(site) for site in data["sites"]),
+            notes=tuple(data.get("notes", ())),
+        )
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What was found and fused, over one or more graphs.
+
+    `reports()` gives one FusionReport a compiled graph; `explain()` gives one for the whole
+    call, which may span several graphs.
+
+    Attributes:
+        graphs: The graphs, in the order they were compiled.
+        incomplete: "" if the whole function was seen; else where and why the view ends.
+    """
+
+    graphs: tuple[GraphReport, ...] = ()
+    incomplete: str = ""
+
+    @property
+    def sites(self) -> tuple[SiteReport, ...]:
+        """Every all_reduce of every graph, gradients' included, in program order."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def site_count(self) -> int:
+        """How many all_reduces there are, gradients' left out."""
+        return sum(not site.is_gradient for site in self.sites)
+
+    @property
+    def fused_count(self) -> int:
+        """How many of them were fused."""
+        return sum(site.fused for site in self.sites)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of all graphs, each once, in order."""
+        return tuple(dict.fromkeys(note for graph in self.graphs for note in graph.notes))
+
+    def reasons(self) -> dict[Reason, int]:
+        """How many sites each Reason kept unfused."""
+        counts: dict[Reason, int] = {}
+        for site in self.sites:
+            if site.reason is not None:
+                counts[site.reason] = counts.get(site.reason, 0) + 1
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values; `from_dict` reads them back."""
+        return {
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "incomplete": self.incomplete,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FusionReport:
+        """Read what `to_dict` wrote."""
+        return cls(
+            graphs=tuple(GraphReport.from_dict(graph) for graph in data["graphs"]),
+            incomplete=data.get("incomplete", ""),
+        )
+
+    @classmethod
+    def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
+        """One report over the graphs of several."""
+        reports = tuple(reports)
+        return cls(
+            graphs=tuple(graph for report in reports for graph in report.graphs),
+            incomplete="; ".join(r.incomplete for r in reports if r.incomplete),
+        )
+
+    def to_json(self) -> str:
+        """`to_dict` as one line of JSON with sorted keys."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    def __str__(self) -> str:
+        """The report as text: the answer first, then a block a site."""
+        from fx_fusion.report_text import report_as_text
+
+        return report_as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The report as an HTML fragment, for notebooks."""
+        from fx_fusion.report_text import report_as_html
+
+        return report_as_html(self)

@@ -1,0 +1,43 @@
+"""The errors a user can cause, each saying what was given, what is valid and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxFusionError(Exception):
+    """Base of every error fx_fusion raises on purpose."""
+
+
+class SettingError(FxFusionError, ValueError):
+    """An option has an unknown name or a value outside its valid set."""
+
+
+class WorldSizeError(FxFusionError, RuntimeError):
+    """A compiled graph met a process group of another size than it was compiled for."""
+
+
+class GradientError(FxFusionError, RuntimeError):
+    """The fused op was called on tensors that require grad, which it has no formula for."""
+
+
+class GroupError(FxFusionError, RuntimeError):
+    """A process group is missing, or not usable for what was asked."""
+
+
+class RegistrationError(FxFusionError, ValueError):
+    """An op given to `register_rms_norm` or `register_all_reduce` can't be used as told."""
+
+
+class SpawnError(FxFusionError, RuntimeError):
+    """A rank started by `fx_fusion.testing.spawn` failed, died or ran out of time."""
+
+
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
+    """The message for a misspelt name: what was given, the nearest valid one, all of them."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    shown = ", ".join(names) if len(names) <= 12 else f"{len(names)} names"
+    return f"{name!r} is not a {kind}.{hint} Valid: {shown}."

@@ -236,7 +236,7 @@ def _errors(ranks: list[_Rank], timeout: float, failed_at: float | None) -> list
         else:
             why = f"did not finish within {timeout:g} s"
             if failed_at is not None:
-                why = f"did not finish, and was stopped {_GRACE:g} s after the first failure"
+                why = "did not finish, and was stopped soon after the first failure"
             stack = rank.directory / "stack"
             text = stack.read_text().rstrip() if stack.exists() else ""
             where = f"; it was at:\n{text}" if text else ", before its function started."

@@ -1,0 +1,95 @@
+"""The unfused path: the group's own collective, then add and norm, line by line as in eager.
+
+It runs for every device, group, size and layout, so it is what every kernel falls back on,
+and what defines the numbers that a kernel must give.
+"""
+
+from __future__ import annotations
+
+import torch
+from fx_fusion.lowering.arguments import Arguments, Results
+
+
+def run(arguments: Arguments) -> Results:
+    """Reduce over the group, then add and normalise; results are new contiguous tensors.
+
+    Layout is a local fact, so it must steer nothing: x and residual are copied where they
+    aren't contiguous, and ranks with other layouts still sum and round alike.
+    """
+    x = arguments.x.contiguous()
+    reduced = _reduce(x, arguments)
+    hidden = _hidden_state(reduced, arguments)
+    norm, rstd = _norm(hidden, arguments)
+    if hidden is reduced and arguments.want_residual and arguments.want_reduced:
+        hidden = reduced.clone()
+    return Results(
+        norm if arguments.want_norm else norm.new_empty(0),
+        hidden if arguments.want_residual else hidden.new_empty(0),
+        reduced if arguments.want_reduced else reduced.new_empty(0),
+        rstd if arguments.want_rstd else rstd.new_empty(0),
+    )
+
+
+def _reduce(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """The sum over ranks in x's dtype, as a new tensor; `x` is contiguous."""
+    if x.numel() == 0:
+        # The number of tokens is the same on all ranks, so all of them leave here.
+        return torch.empty_like(x)
+    if arguments.deterministic:
+        return _sum_in_rank_order(x, arguments.world_size, arguments.group_name)
+    collectives = torch.ops._c10d_functional
+    pending = collectives.all_reduce(x, "sum", arguments.group_name)
+    result: torch.Tensor = collectives.wait_tensor(pending)
+    return result
+
+
+def _sum_in_rank_order(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+    """The sum over ranks, in fp32, in rank order, from +0.0, rounded once to x's dtype."""
+    collectives = torch.ops._c10d_functional
+    pending = collectives.all_gather_into_tensor(x.view(-1), world_size, group_name)
+    parts: torch.Tensor = collectives.wait_tensor(pending)
+    total = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+    for part in parts.view(world_size, -1):
+        total += part
+    return total.to(x.dtype).view(x.shape)
+
+
+def _hidden_state(reduced: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """What is normed: `reduced` itself where no step changes it."""
+    hidden = reduced if arguments.add_dtype is None else reduced.to(arguments.add_dtype)
+    if arguments.bias is not None:
+        hidden = hidden + arguments.bias
+    if arguments.scale_tensor is not None:
+        hidden = hidden * arguments.scale_tensor
+    elif arguments.scale != 1.0:
+        hidden = hidden * arguments.scale
+    if arguments.residual is not None:
+        hidden = arguments.residual.contiguous() + hidden
+    return hidden
+
+
+def _norm(hidden: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm and the reciprocal root; whichever isn't wanted is an empty tensor."""
+    out_dtype = arguments.out_dtype or hidden.dtype
+    norm = hidden.new_empty(0, dtype=out_dtype)
+    rstd = hidden.new_empty(0, dtype=torch.float32)
+    if not (arguments.want_norm or arguments.want_rstd):
+        return norm, rstd
+    hidden32 = hidden.float()
+    mean_square = hidden32.pow(2).mean(-1, keepdim=True)
+    mean_square = mean_square + (
+        arguments.eps if arguments.eps_tensor is None else arguments.eps_tensor
+    )
+    rstd = mean_square.pow(-0.5) if arguments.reciprocal == "pow" else mean_square.rsqrt()
+    if not arguments.want_norm:
+        return norm, rstd
+    if arguments.reciprocal == "sqrt":
+        norm = hidden32 / mean_square.sqrt()
+    else:
+        norm = hidden32 * rstd
+    if arguments.norm_dtype is not None:
+        norm = norm.to(arguments.norm_dtype)
+    if arguments.weight is not None:
+        weight = arguments.weight
+        norm = norm * (weight if arguments.weight_form == "w" else 1 + weight.float())
+    return norm.to(out_dtype), rstd

@@ -9,7 +9,7 @@ from typing import Any, Final
 from fx_fusion.errors import SettingError, unknown_name
 
 #: What `kernel=` may be. "auto" takes the best measured for the machine.
-KERNELS: Final = ("auto", "unfused")
+KERNELS: Final = ("auto", "fx_fusion", "flashinfer", "aiter", "unfused")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class FusionSettings:
     """Every option that steers the pass; all of them enter the compile-cache key.
 
     Attributes:
-        kernel: "auto", or one kernel by name ("unfused").
+        kernel: "auto", or one of KERNELS. A kernel that can't run a site leaves it unfused
+            with Reason.KERNEL_UNAVAILABLE; today "auto" and "unfused" can.
         merge_all_reduces: Turn `AR(a) + AR(b)` of one group into `AR(a + b)`. One collective
             less, but the partial sums are added and rounded to the activation dtype on each
             rank before they are reduced, so the last bit can differ from eager.

@@ -16,13 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
+
 from fx_fusion.lowering.norm_form import NormForm
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten
 from fx_fusion.passes.norm import Norm
 from fx_fusion.passes.norm_tail import with_tail
 from fx_fusion.passes.registry import opaque_norm
-from torch import fx
 
 
 def find_norms(graph: fx.Graph) -> list[Norm]:

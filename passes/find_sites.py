@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from torch import fx
+
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten, c10d
 from fx_fusion.passes.norm import Norm
 from fx_fusion.passes.registry import opaque_all_reduce
 from fx_fusion.passes.stops import Stop, first_stop, stop_at
-from torch import fx
-
 from fx_fusion.report import Reason
 
 StepKind = Literal["view", "cast", "bias", "scale", "residual"]
@@ -180,7 +180,7 @@ def _note_norms(
 def _note_view(walk: _Walk, view: fx.Node, steps: tuple[Step, ...]) -> bool:
     """Look for a norm behind a view of the hidden state; True if there is one."""
     before = len(walk.found)
-    views = (view,)
+    views: tuple[fx.Node, ...] = (view,)
     node = view
     while True:
         _note_norms(walk, node, steps, views)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+from torch import fx
+
 from fx_fusion.lowering.select import Plan, Problem, Refusal, select
 from fx_fusion.passes import nodes
 from fx_fusion.passes.find_sites import Site
 from fx_fusion.passes.order import Mutations, depends_on
-from torch import fx
-
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -139,8 +139,9 @@ def _norm(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | None:
         return Refusal(Reason.DYNAMIC_HIDDEN_SIZE, {"hidden_size": str(hidden.shape[-1])})
     if norm.dims != (-1,) or not nodes.same_size(x.shape[-1], hidden.shape[-1]):
         dims = "unknown" if norm.dims is None else str(list(norm.dims))
-        sizes = {"norm": hidden_size, "reduced": str(x.shape[-1])}
-        return Refusal(Reason.NORM_DIMS, {"dims": dims, **sizes})
+        numbers: dict[str, Number] = {"dims": dims, "norm": hidden_size}
+        numbers["reduced"] = str(x.shape[-1])
+        return Refusal(Reason.NORM_DIMS, numbers)
     if x.dtype not in DTYPES or hidden.dtype not in DTYPES:
         return Refusal(Reason.DTYPE, {"reduced": str(x.dtype), "hidden": str(hidden.dtype)})
     if norm.compute_dtype is not torch.float32:
@@ -195,8 +196,8 @@ def _order(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | None
             return Refusal(Reason.RESIDUAL_DEPENDS, {"input": role, "node": node.name})
     if facts.mutations:
         last = max([site.reduced, *(node for _, node in inputs(site))])
+        assert site.x is not None
         for role, node in [("x", site.x), *inputs(site)]:
-            assert node is not None
             write = facts.mutations.between(node, site.all_reduce, last)
             if write is not None:
                 return Refusal(

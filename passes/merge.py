@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import fx
+
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten, c10d
 from fx_fusion.passes.source import module_of, source_of
-from torch import fx
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _viewed(graph: fx.Graph, term: _Term) -> fx.Node:
     for view in term.views:
         if not nodes.is_op(view, nodes.VIEWS):
             continue
-        copy = graph.call_function(view.target, (x, *view.args[1:]), dict(view.kwargs))
+        copy = nodes.copy_with_input(graph, view, x)
         copy.meta = {k: v for k, v in view.meta.items() if k != "eager_input_vals"}
         x = copy
     return x

@@ -172,3 +172,9 @@ def users_in_order(node: fx.Node) -> list[fx.Node]:
 def graph_nodes(graph: fx.Graph, op: str) -> Iterator[fx.Node]:
     """The nodes of one kind ("placeholder", "output"), in order."""
     return (node for node in graph.nodes if node.op == op)
+
+
+def copy_with_input(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
+    """Insert a copy of `node` that reads `source` in place of its first argument."""
+    assert callable(node.target)
+    return graph.call_function(node.target, (source, *node.args[1:]), dict(node.kwargs))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from fx_fusion.lowering.norm_form import NormForm
 from torch import fx
+
+from fx_fusion.lowering.norm_form import NormForm
 
 
 @dataclass(frozen=True)

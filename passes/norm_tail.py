@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import fx
+
 from fx_fusion.lowering.norm_form import NormForm
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten
 from fx_fusion.passes.norm import Norm
-from torch import fx
 
 
 def with_tail(norm: Norm) -> Norm:

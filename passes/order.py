@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import fx
+
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten
-from torch import fx
 
 
 def depends_on(node: fx.Node, ancestor: fx.Node) -> bool:

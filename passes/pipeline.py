@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import fx
+
+from fx_fusion import compat
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.passes import nodes
 from fx_fusion.passes.find_norms import find_norms
@@ -17,12 +20,9 @@ from fx_fusion.passes.norm import Norm
 from fx_fusion.passes.order import descendants, mutations_of
 from fx_fusion.passes.rewrite import Rewriter
 from fx_fusion.passes.source import module_of, source_of
-from fx_fusion.switch import is_disabled
-from torch import fx
-
-from fx_fusion import compat
 from fx_fusion.report import GraphReport, Reason, SiteReport
 from fx_fusion.settings import FusionSettings
+from fx_fusion.switch import is_disabled
 
 
 def fuse_graph(

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from fx_fusion.lowering.norm_form import Cast, NormForm, Weight
-from fx_fusion.passes.nodes import tensor
 from torch import fx
 
 from fx_fusion.errors import RegistrationError
+from fx_fusion.lowering.norm_form import Cast, NormForm, Weight
+from fx_fusion.passes.nodes import tensor
 
 #: A result of an op: its index among the returned values, or the name of the mutated argument.
 Result = int | str
@@ -291,7 +291,9 @@ def _functionalized_call(node: fx.Node) -> _Call | None:
     assert isinstance(bases, (list, tuple))
     items = _getitems(node)
     arguments: dict[str, Any] = {}
-    results: dict[Result, fx.Node] = {i: n for i, n in items.items() if i < len(schema.returns)}
+    results: dict[Result, fx.Node] = {
+        index: items[index] for index in range(len(schema.returns)) if index in items
+    }
     first_base = max(len(schema.returns), 1)  # an op without results still fills one slot
     for argument in schema.arguments:
         name = argument.name
@@ -313,7 +315,7 @@ def _functionalized_call(node: fx.Node) -> _Call | None:
     return _Call(schema.name, node, arguments, results, functionalized=True)
 
 
-def _getitems(node: fx.Node) -> dict[int, fx.Node]:
+def _getitems(node: fx.Node) -> dict[Result, fx.Node]:
     return {
         user.args[1]: user
         for user in node.users

@@ -23,15 +23,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import fx_fusion.lowering.ops  # noqa: F401  (registers the op)
 import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+import fx_fusion.lowering.ops  # noqa: F401  (registers the op)
 from fx_fusion.passes import nodes
 from fx_fusion.passes.find_sites import Site
 from fx_fusion.passes.judge import Decision
 from fx_fusion.passes.nodes import aten, prims
-from torch import fx
-from torch._inductor.pattern_matcher import stable_topological_sort
-
 from fx_fusion.settings import FusionSettings
 
 #: The op's results, in its order.
@@ -117,9 +117,7 @@ class Rewriter:
         assert like is not None
         last = max([source, after, *view.all_input_nodes[1:]])
         with self.graph.inserting_after(last):
-            copy = self.graph.call_function(
-                view.target, (source, *view.args[1:]), dict(view.kwargs)
-            )
+            copy = nodes.copy_with_input(self.graph, view, source)
         _set_meta(copy, view, shape.to(like.dtype))
         return copy
 
@@ -135,7 +133,9 @@ class Rewriter:
             residual = self.current(norm.residual)
         weight = None if norm.weight is None else self.current(norm.weight)
         eps, scale = norm.eps_node, values["scale"]
-        args = (x, residual, weight, values["bias"], norm.eps, site.group, decision.world_size)
+        group, world_size = site.group, decision.world_size
+        args: tuple[Any, ...] = (x, residual, weight, values["bias"], norm.eps)
+        args += (group, world_size)
         kwargs: dict[str, Any] = {
             "eps_tensor": None if eps is None else self._on_device(self.current(eps), x),
             "scale": self._factor(site),
@@ -151,10 +151,10 @@ class Rewriter:
         op = torch.ops.fx_fusion.all_reduce_add_rms_norm.default
         kwargs = _without_defaults(op, kwargs)
         fused = self.graph.call_function(op, args, kwargs)
-        fakes = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        assert isinstance(fakes, tuple)
+        fake_args = fx.map_arg(args, lambda node: node.meta["val"])
+        fake_kwargs = fx.map_arg(kwargs, lambda node: node.meta["val"])
         with torch.no_grad():
-            value = op(*fakes[0], **fakes[1])
+            value = op(*fake_args, **fake_kwargs)
         _set_meta(fused, norm.output, value)
         return fused
 

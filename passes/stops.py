@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+from torch import fx
+
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten, c10d
 from fx_fusion.passes.registry import opaque_all_reduce
-from torch import fx
-
 from fx_fusion.report import Number, Reason
 
 #: How many nodes are looked at behind a dead end.

@@ -1,0 +1,210 @@
+"""Every place where torch's releases differ, 2.11 to 2.15, and every use of its private names.
+
+The rest of the package asks here and stays free of version branches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import (
+        CustomInferenceAwareGraphPass as InferenceAwarePass,
+    )
+else:
+    try:  # from 2.12 on
+        from torch._inductor.custom_graph_pass import (
+            CustomInferenceAwareGraphPass as InferenceAwarePass,
+        )
+    except ImportError:
+        InferenceAwarePass = CustomGraphPass
+
+__all__ = [
+    "POST_PASS",
+    "CustomGraphPass",
+    "InferenceAwarePass",
+    "all_group_sizes",
+    "ambient_post_pass",
+    "compile_scope",
+    "compile_with_inductor",
+    "device_archs",
+    "graph_kind",
+    "group_world_size",
+    "inductor_counters",
+    "inductor_option_names",
+    "installed_backend",
+    "is_inference_aware",
+    "mode_names",
+    "mode_options",
+    "reset_inductor",
+    "versions",
+]
+
+#: Inductor's config slot for custom passes over the post-grad graph, after its own.
+POST_PASS: Final = "post_grad_custom_post_pass"
+
+
+def is_inference_aware(custom_pass: object) -> bool:
+    """True if Inductor calls this pass as `pass(graph, is_inference=...)`; never in 2.11."""
+    return InferenceAwarePass is not CustomGraphPass and isinstance(
+        custom_pass, InferenceAwarePass
+    )
+
+
+def versions() -> tuple[str, str]:
+    """The versions of torch and triton; "" for triton where there is none."""
+    try:
+        import triton
+
+        triton_version = str(triton.__version__)
+    except ImportError:
+        triton_version = ""
+    return str(torch.__version__), triton_version
+
+
+def device_archs() -> tuple[str, ...]:
+    """The architecture of every GPU this process sees: "sm_90", "gfx942"; none on a CPU."""
+    if not torch.cuda.is_available():
+        return ()
+    archs = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        if torch.version.hip:
+            archs.append(str(properties.gcnArchName))
+        else:
+            archs.append(f"sm_{properties.major}{properties.minor}")
+    return tuple(archs)
+
+
+def group_world_size(name: str) -> int | None:
+    """The number of ranks in the group of this name, None if there is none. No collective."""
+    if not dist.is_available():
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        # A str in every release; some type it as a NewType of str.
+        return int(_resolve_process_group(name).size())  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError, LookupError):
+        return None
+
+
+def all_group_sizes() -> dict[str, int]:
+    """Name to number of ranks, for every process group of this process. No collective."""
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    from torch.distributed.distributed_c10d import _world
+
+    return {str(name): int(group.size()) for group, name in _world.pg_names.items()}
+
+
+def compile_scope() -> object | None:
+    """What stays the same object through one compilation, its later backward included.
+
+    A backward graph may be compiled at the first `.backward()`, in a thread of autograd's;
+    torch restores the context of the forward there. None outside a compilation.
+    """
+    return TracingContext.try_get()
+
+
+def graph_kind(is_inference: bool | None = None) -> str | None:
+    """Which graph AOTAutograd compiles just now: "inference", "forward" or "backward".
+
+    Args:
+        is_inference: What Inductor said, None where it says nothing (2.11).
+
+    Returns:
+        None where it can't be told, as outside of AOTAutograd.
+    """
+    context = TracingContext.try_get()
+    names = context.aot_graph_name if context is not None else None
+    if not names:
+        with contextlib.suppress(ImportError):
+            from torch._functorch._aot_autograd.logging_utils import (
+                get_aot_compilation_context,
+            )
+
+            names = get_aot_compilation_context()[0]
+    # One entry such as "0_backward".
+    kind = names[-1].rpartition("_")[2] if names else ""
+    if is_inference or kind == "inference":
+        return "inference"
+    return kind if kind in ("forward", "backward") else None
+
+
+def inductor_counters() -> Counter[str]:
+    """Inductor's counters; what one compile adds to them is stored and replayed by its cache."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]
+
+
+def inductor_option_names() -> tuple[str, ...]:
+    """Inductor's config keys, with underscores."""
+    from torch._inductor import list_options
+
+    return tuple(list_options())
+
+
+def mode_names() -> tuple[str, ...]:
+    """The names `mode` may have."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The Inductor options that a valid mode stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def ambient_post_pass() -> object | None:
+    """What stands in Inductor's global config slot; None if nothing."""
+    from torch._inductor import config
+
+    found: object | None = getattr(config, POST_PASS)
+    return found
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile as `torch.compile(backend="inductor", options=options)` does.
+
+    torch's own wrapper does it, so option values are checked, and everything else is treated,
+    as there; its constructor takes (mode, options, dynamic) in all releases.
+    """
+    wrapper = torch._TorchCompileInductorWrapper(None, dict(options), None)
+    compiled: Callable[..., Any] = wrapper(gm, example_inputs)
+    return compiled
+
+
+def reset_inductor() -> None:
+    """Drop the CUDA graphs of compiled code, as `torch._dynamo.reset()` does for Inductor."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+def installed_backend(name: str, function: Callable[..., Any]) -> str | Callable[..., Any]:
+    """`name` where torch's registry leads it to `function`, else the function itself.
+
+    The registered name is better: Dynamo treats unregistered callables more cautiously.
+    """
+    from torch._dynamo import list_backends, lookup_backend
+
+    if name in list_backends(exclude_tags=()) and lookup_backend(name) is function:
+        return name
+    return function

@@ -1,0 +1,263 @@
+"""The main job on one machine: fuse a small tensor-parallel Llama and compare it with eager.
+
+    python -m fx_fusion.demo
+    python -m fx_fusion.demo --layers 8 --hidden-size 512 --dtype bfloat16
+
+A real `LlamaForCausalLM` with random weights (nothing is downloaded) is made tensor-parallel by
+transformers' own plan, in processes that talk through gloo, or NCCL where each has a GPU. The
+demo prints the fusion report, how far the result is from eager, and the time per step. The exit
+status is 0 only if every check held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from fx_fusion.demo_rank import RankResult
+    from fx_fusion.report import FusionReport
+
+#: Sequences and tokens in the demo's input.
+BATCH: Final = 2
+TOKENS: Final = 64
+VOCABULARY: Final = 512
+HEAD_SIZE: Final = 32
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo and print what happened.
+
+    Args:
+        arguments: The command line, without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0 if every check held, 1 if one failed, 2 if the demo cannot run here.
+    """
+    options = parse(arguments)
+    missing = [name for name in ("transformers", "accelerate") if not is_installed(name)]
+    if missing:
+        print(
+            f'The demo needs {" and ".join(missing)}: pip install "fx-fusion[hf]"',
+            file=sys.stderr,
+        )
+        return 2
+
+    from fx_fusion.demo_rank import Job, run_rank
+    from fx_fusion.testing import spawn
+
+    # Everything is made here; nothing may ask a server.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if options.device == "cpu":
+        # transformers takes an accelerator wherever it sees one.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    with tempfile.TemporaryDirectory(prefix="fx_fusion_demo_") as directory:
+        save_model(directory, options)
+        print(heading(options), flush=True)
+        job = Job(directory, options.dtype, options.device, BATCH, TOKENS, steps=options.steps)
+        results = spawn(
+            run_rank,
+            options.world_size,
+            device=options.device,
+            timeout=options.timeout,
+            args=(job,),
+        )
+    print(f"\n{results[0].report}\n\n{table(results, options)}\n")
+    problems = find_problems(results, options)
+    for problem in problems:
+        print(f"WRONG: {problem}")
+    print(closing_line(results, options))
+    return 1 if problems else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the options; device and dtype are filled in from what the machine has."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fx_fusion.demo",
+        description="Fuse a small tensor-parallel Llama and compare it with eager.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--world-size", type=positive, default=2, help="number of processes")
+    parser.add_argument("--layers", type=positive, default=4, help="decoder layers")
+    parser.add_argument("--hidden-size", type=positive, default=256, help="hidden size")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: float32 on CPU, bfloat16 on a GPU",
+    )
+    parser.add_argument("--steps", type=positive, default=20, help="timed steps of each kind")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU"
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=600, help="seconds until the demo gives up"
+    )
+    options = parser.parse_args(arguments)
+    if options.hidden_size % (HEAD_SIZE * options.world_size):
+        parser.error(
+            f"--hidden-size {options.hidden_size} must be a multiple of {HEAD_SIZE} (the head"
+            f" size) times --world-size {options.world_size}: every rank gets whole heads."
+        )
+    if options.device is None:
+        import torch
+
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.dtype is None:
+        options.dtype = "float32" if options.device == "cpu" else "bfloat16"
+    return options
+
+
+def positive(text: str) -> int:
+    """A positive integer, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def save_model(directory: str, options: argparse.Namespace) -> None:
+    """Make the model with random weights and save it.
+
+    Done once, before the ranks start: with torch.distributed up, transformers saves on rank 0
+    alone, and ranks that look elsewhere would find nothing.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    heads = options.hidden_size // HEAD_SIZE
+    config = transformers.LlamaConfig(
+        hidden_size=options.hidden_size,
+        intermediate_size=3 * options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2 * TOKENS,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype))
+    model.save_pretrained(directory)
+
+
+def heading(options: argparse.Namespace) -> str:
+    """What runs, with which versions, where."""
+    import torch
+    import transformers
+
+    import fx_fusion
+
+    where = f"{options.world_size} processes on {options.device}"
+    if options.device == "cuda":
+        gpus = torch.cuda.device_count()
+        name = torch.cuda.get_device_name(0)
+        shared = ", shared by the ranks" if gpus < options.world_size else ""
+        where = f"{options.world_size} processes on {min(gpus, options.world_size)} x {name}{shared}"
+    return (
+        f"fx_fusion {fx_fusion.__version__}, torch {torch.__version__},"
+        f" transformers {transformers.__version__}\n"
+        f"LlamaForCausalLM with random weights: {options.layers} layers, hidden size"
+        f" {options.hidden_size}, {options.dtype}; input {BATCH} x {TOKENS} tokens\n"
+        f"{where}; compiling, which takes a while the first time ..."
+    )
+
+
+def kernels(report: FusionReport) -> list[str]:
+    """The names of the kernels that run the rewritten sites, each once, sorted."""
+    return sorted({site.kernel for site in report.sites if site.fused})
+
+
+def has_fused_kernel(report: FusionReport) -> bool:
+    """Whether any site runs on a kernel that does all of it at once."""
+    return any(kernel != "unfused" for kernel in kernels(report))
+
+
+def table(results: list[RankResult], options: argparse.Namespace) -> str:
+    """Times and differences, a row for each way of running the model."""
+    from fx_fusion.demo_rank import EAGER, FUSED, INDUCTOR
+
+    report = results[0].report
+    label = "fx_fusion" if has_fused_kernel(report) else "fx_fusion (unfused path)"
+    rows = [("", "time per step", "largest difference from eager, on each rank")]
+    for way, name in ((EAGER, "eager"), (INDUCTOR, "Inductor alone"), (FUSED, label)):
+        slowest = max(result.seconds[way] for result in results)
+        differences = "  ".join(
+            f"{result.differences[way]:.2e}" for result in results if way in result.differences
+        )
+        rows.append((name, f"{1e3 * slowest:.2f} ms", differences or "-"))
+    lines = [f"{name:26}{seconds:>15}    {difference}" for name, seconds, difference in rows]
+    lines.append(
+        f"Median of {options.steps} steps on this machine, slowest rank; the three take turns."
+        f" Compiling with fx_fusion took {max(r.compile_seconds for r in results):.1f} s."
+    )
+    return "\n".join(lines)
+
+
+def bound(results: list[RankResult], options: argparse.Namespace) -> float:
+    """How far a compiled logit may be from eager.
+
+    Compiled and eager may round the residual stream differently at every site, by `eps` of the
+    dtype relative to its size. Independent roundings add up like a random walk, so
+    sites + 1 of them (the last for the logits) come to `eps * sqrt(sites + 1)` of the largest logit.
+    The factor 4 is head room for the maximum over all logits.
+    """
+    import torch
+
+    eps = torch.finfo(getattr(torch, options.dtype)).eps
+    largest = max(result.largest_logit for result in results)
+    sites: int = results[0].report.site_count
+    return float(4 * eps * largest * (sites + 1) ** 0.5)
+
+
+def find_problems(results: list[RankResult], options: argparse.Namespace) -> list[str]:
+    """Everything that is not as it must be, a sentence each."""
+    from fx_fusion.demo_rank import FUSED
+
+    report = results[0].report
+    problems = []
+    if report.site_count == 0:
+        problems.append("no all_reduce was found in the compiled model.")
+    elif report.fused_count == 0:
+        problems.append("no site was rewritten; the report gives the reasons.")
+    if any(result.report != report for result in results):
+        problems.append("the ranks' reports differ.")
+    if len({result.digest for result in results}) > 1:
+        problems.append("the ranks' results differ in some bit.")
+    limit = bound(results, options)
+    for rank, result in enumerate(results):
+        difference = result.differences[FUSED]
+        if not difference <= limit:
+            problems.append(
+                f"rank {rank} is {difference:.2e} from eager, more than {limit:.2e}."
+            )
+    return problems
+
+
+def closing_line(results: list[RankResult], options: argparse.Namespace) -> str:
+    """The one line to trust: what was fused, how far from eager, whether the ranks agree."""
+    from fx_fusion.demo_rank import FUSED
+
+    report = results[0].report
+    done = "rewritten, running the unfused path"
+    if has_fused_kernel(report):
+        done = f"fused ({', '.join(kernels(report))})"
+    difference = max(result.differences[FUSED] for result in results)
+    agree = "agree" if len({result.digest for result in results}) == 1 else "DO NOT agree"
+    return (
+        f"{report.fused_count} of {report.site_count} sites {done}; largest difference from"
+        f" eager {difference:.2e} (at most {bound(results, options):.2e} allowed for"
+        f" {options.dtype}); the {len(results)} ranks {agree} bit for bit."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

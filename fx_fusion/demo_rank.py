@@ -1,0 +1,180 @@
+"""What each process of the demo does: run a model eagerly, compiled, and compiled with fx_fusion.
+
+A module of its own, so that the results of the processes can be pickled under a real module's
+name (`python -m fx_fusion.demo` runs as `__main__`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+import fx_fusion
+from fx_fusion.report import FusionReport
+
+#: The three ways the model is run, in the order they are printed.
+EAGER: Final = "eager"
+INDUCTOR: Final = "inductor"
+FUSED: Final = "fx_fusion"
+
+#: Different inputs that results are compared on; more than one, so that a buffer which is not
+#: renewed between calls shows.
+BATCHES: Final = 3
+#: Untimed rounds before the timed ones.
+WARM_UP: Final = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes are told.
+
+    Attributes:
+        model_directory: A saved Hugging Face model; every rank loads its shard from it.
+        dtype: The name of a torch dtype.
+        device: "cpu" or "cuda".
+        batch: Sequences in an input.
+        tokens: Tokens in a sequence.
+        steps: Timed rounds.
+    """
+
+    model_directory: str
+    dtype: str
+    device: str
+    batch: int
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one process saw.
+
+    Attributes:
+        report: The fusion report of what it compiled.
+        differences: For each compiled way, the largest absolute difference of a logit from
+            eager, over all inputs.
+        largest_logit: The largest absolute logit of eager.
+        digest: SHA-256 of the bytes of all logits that the fx_fusion graph gave.
+        seconds: For each way, the median time of a step in seconds.
+        compile_seconds: How long the first call with fx_fusion took, in seconds.
+    """
+
+    report: FusionReport
+    differences: dict[str, float]
+    largest_logit: float
+    digest: str
+    seconds: dict[str, float]
+    compile_seconds: float
+
+
+def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
+    """Load this rank's shard, run the model the three ways, compare and time them."""
+    torch.manual_seed(0)
+    model = load_shard(rank, world_size, job)
+    vocabulary = model.config.vocab_size
+    inputs = [torch.randint(vocabulary, (job.batch, job.tokens)) for _ in range(BATCHES)]
+    inputs = [ids.to(model.device) for ids in inputs]
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        EAGER: lambda ids: logits_of(model, ids),
+    }
+    with torch.no_grad():
+        expected = [ways[EAGER](ids) for ids in inputs]
+
+        compiled = torch.compile(model, backend=INDUCTOR)
+        ways[INDUCTOR] = lambda ids: logits_of(compiled, ids)
+        unfused = [ways[INDUCTOR](ids) for ids in inputs]
+
+        fx_fusion.clear_reports()
+        fused_model = torch.compile(model, backend=FUSED)
+        ways[FUSED] = lambda ids: logits_of(fused_model, ids)
+        start = time.perf_counter()
+        fused = [ways[FUSED](ids) for ids in inputs]
+        compile_seconds = time.perf_counter() - start
+        report = FusionReport.merged(fx_fusion.reports())
+
+        seconds = time_ways(ways, inputs[0], job.steps)
+    return RankResult(
+        report=report,
+        differences={
+            INDUCTOR: largest_difference(unfused, expected),
+            FUSED: largest_difference(fused, expected),
+        },
+        largest_logit=max(float(logits.abs().max()) for logits in expected),
+        digest=digest(fused),
+        seconds=seconds,
+        compile_seconds=compile_seconds,
+    )
+
+
+def load_shard(rank: int, world_size: int, job: Job) -> Any:
+    """This rank's part of the saved model, made tensor-parallel by transformers itself."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if job.device == "cuda":
+        # transformers takes the device from here; with fewer GPUs than ranks they share.
+        os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job.model_directory,
+        dtype=getattr(torch, job.dtype),
+        distributed_config=DistributedConfig(tp_size=world_size, tp_plan="auto"),
+    )
+    return model.eval()
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits [batch, tokens, vocabulary] of a model for token ids [batch, tokens]."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def largest_difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest absolute difference; inf where a value is not finite."""
+    worst = 0.0
+    for one, other in zip(given, expected, strict=True):
+        difference = (one.double() - other.double()).abs()
+        if not bool(difference.isfinite().all()):
+            return float("inf")
+        worst = max(worst, float(difference.max()))
+    return worst
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """SHA-256 of the tensors' bytes, so that ranks can be compared bit for bit."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().flatten()
+        total.update(bytes(flat.view(torch.uint8).tolist()))
+    return total.hexdigest()
+
+
+def time_ways(
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]], ids: torch.Tensor, steps: int
+) -> dict[str, float]:
+    """The median time of a step for each way, in seconds.
+
+    The ways take turns, so that what else the machine does falls on all of them alike. The
+    ranks start each step together.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(WARM_UP + steps):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way(ids)
+            if ids.device.type == "cuda":
+                torch.cuda.synchronize()
+            if step >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}

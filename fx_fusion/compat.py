@@ -6,6 +6,7 @@ The rest of the package asks here and stays free of version branches.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -88,12 +89,11 @@ def group_world_size(name: str) -> int | None:
     """The number of ranks in the group of this name, None if there is none. No collective."""
     if not dist.is_available():
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
+    # Some releases type the name as a NewType of str that others don't have.
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     try:
-        # A str in every release; some type it as a NewType of str.
-        return int(_resolve_process_group(name).size())  # type: ignore[arg-type]
-    except (RuntimeError, ValueError, KeyError, LookupError):
+        return int(c10d._resolve_process_group(name).size())
+    except (RuntimeError, ValueError, LookupError):
         return None
 
 
@@ -186,7 +186,8 @@ def compile_with_inductor(
     torch's own wrapper does it, so option values are checked, and everything else is treated,
     as there; its constructor takes (mode, options, dynamic) in all releases.
     """
-    wrapper = torch._TorchCompileInductorWrapper(None, dict(options), None)
+    make_wrapper: Callable[..., Any] = torch._TorchCompileInductorWrapper
+    wrapper = make_wrapper(None, dict(options), None)
     compiled: Callable[..., Any] = wrapper(gm, example_inputs)
     return compiled
 

@@ -194,8 +194,8 @@ def registry_key() -> tuple[str, ...]:
 
 def opaque_norm(node: fx.Node) -> OpaqueNorm | None:
     """The registered norm this node computes, with its operands; None if it is none."""
-    call = _call_of(node)
-    row = _NORMS.get(call.name) if call is not None else None
+    row = _NORMS.get(_called_op(node))
+    call = None if row is None else _call_of(node)
     if call is None or row is None:
         return None
     hidden = call.arguments.get(row.x)
@@ -233,8 +233,8 @@ def opaque_all_reduce(node: fx.Node) -> tuple[fx.Node, str | None] | None:
 
     The name is None where the library's own name leads to no torch group.
     """
-    call = _call_of(node)
-    row = _ALL_REDUCES.get(call.name) if call is not None else None
+    row = _ALL_REDUCES.get(_called_op(node))
+    call = None if row is None else _call_of(node)
     if call is None or row is None or call.functionalized:
         return None
     x, group = call.arguments.get(row.x), call.arguments.get(row.group)
@@ -247,8 +247,6 @@ def opaque_all_reduce(node: fx.Node) -> tuple[fx.Node, str | None] | None:
 class _Call:
     """A call of an op: its arguments by name and the nodes of its results."""
 
-    name: str
-    node: fx.Node
     arguments: dict[str, Any]
     results: dict[Result, fx.Node] = field(default_factory=dict)
     functionalized: bool = False
@@ -257,14 +255,18 @@ class _Call:
         return self.results.get(which)
 
 
+def _called_op(node: fx.Node) -> str:
+    """The name of the op a node calls, directly or functionalized; "" if it calls none."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) and str(op) == "auto_functionalized_v2":
+        op = node.args[0]
+    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+
+
 def _call_of(node: fx.Node) -> _Call | None:
-    if node.op != "call_function":
-        return None
     if isinstance(node.target, torch._ops.OpOverload):
         return _plain_call(node, node.target)
-    if str(node.target) == "auto_functionalized_v2":
-        return _functionalized_call(node)
-    return None
+    return _functionalized_call(node)
 
 
 def _plain_call(node: fx.Node, op: torch._ops.OpOverload) -> _Call:
@@ -279,7 +281,7 @@ def _plain_call(node: fx.Node, op: torch._ops.OpOverload) -> _Call:
         results[0] = node
     else:
         results.update(_getitems(node))
-    return _Call(schema.name, node, arguments, results)
+    return _Call(arguments, results)
 
 
 def _functionalized_call(node: fx.Node) -> _Call | None:
@@ -312,7 +314,7 @@ def _functionalized_call(node: fx.Node) -> _Call | None:
             if before is None or after is None or before.shape != after.shape:
                 return None
             results[name] = item
-    return _Call(schema.name, node, arguments, results, functionalized=True)
+    return _Call(arguments, results, functionalized=True)
 
 
 def _getitems(node: fx.Node) -> dict[Result, fx.Node]:

@@ -32,10 +32,15 @@ from fx_fusion.passes import nodes
 from fx_fusion.passes.find_sites import Site
 from fx_fusion.passes.judge import Decision
 from fx_fusion.passes.nodes import aten, prims
+from fx_fusion.passes.outputs import (
+    OUTPUTS,
+    chain_nodes,
+    fake_results,
+    output_nodes,
+    wanted_outputs,
+)
 from fx_fusion.settings import FusionSettings
 
-#: The op's results, in its order.
-OUTPUTS: Final = ("norm", "residual", "reduced", "rstd")
 #: What a new node inherits: where it comes from, and which part of training it belongs to.
 _KEPT_META: Final = (
     "stack_trace",
@@ -66,6 +71,7 @@ class Rewriter:
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     erased: set[fx.Node] = field(default_factory=set)
     _moved: dict[tuple[fx.Node, torch.device], fx.Node] = field(default_factory=dict)
+    _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> fx.Node:
         """What stands for a node now."""
@@ -151,10 +157,7 @@ class Rewriter:
         op = torch.ops.fx_fusion.all_reduce_add_rms_norm.default
         kwargs = _without_defaults(op, kwargs)
         fused = self.graph.call_function(op, args, kwargs)
-        fake_args = fx.map_arg(args, lambda node: node.meta["val"])
-        fake_kwargs = fx.map_arg(kwargs, lambda node: node.meta["val"])
-        with torch.no_grad():
-            value = op(*fake_args, **fake_kwargs)
+        value = fake_results(site, x, wanted, self._empty)
         _set_meta(fused, norm.output, value)
         return fused
 
@@ -263,49 +266,6 @@ class Rewriter:
 def _known(node: fx.Node | None) -> fx.Node:
     assert node is not None
     return node
-
-
-def chain_nodes(site: Site) -> tuple[fx.Node, ...]:
-    """The nodes from the reduced value to the norm's output, in program order."""
-    assert site.norm is not None
-    assert site.reduced is not None
-    steps = [step.node for step in site.steps]
-    chain = {site.reduced, *steps, *site.norm_views, *site.norm.interior}
-    return tuple(sorted(chain))
-
-
-def output_nodes(site: Site) -> dict[fx.Node, str]:
-    """The nodes of the chain that results of the op can stand for, and which."""
-    norm, hidden = site.norm, site.hidden
-    assert norm is not None
-    assert hidden is not None
-    assert site.reduced is not None
-    roots = {site.reduced: "reduced"}
-    bare = all(step.kind == "view" for step in site.steps)
-    if norm.residual is None:
-        roots[hidden] = "reduced" if bare else "residual"
-    elif norm.hidden_output is not None:
-        roots[norm.hidden_output] = "residual"
-    if norm.rstd is not None:
-        roots[norm.rstd] = "rstd"
-    roots[norm.output] = "norm"
-    return roots
-
-
-def wanted_outputs(chain: tuple[fx.Node, ...], roots: dict[fx.Node, str]) -> frozenset[str]:
-    """The results something reads once the chain is replaced.
-
-    A node of the chain lives on if something outside reads it, or a living node that isn't
-    itself replaced does.
-    """
-    inside = set(chain)
-    living: set[fx.Node] = set()
-    for node in reversed(chain):
-        for user in node.users:
-            if user not in inside or (user in living and user not in roots):
-                living.add(node)
-                break
-    return frozenset(name for node, name in roots.items() if node in living)
 
 
 def _dtypes(site: Site) -> dict[str, torch.dtype | None]:

@@ -257,7 +257,7 @@ class _Call:
 
 def _called_op(node: fx.Node) -> str:
     """The name of the op a node calls, directly or functionalized; "" if it calls none."""
-    op = node.target
+    op: object = node.target
     if not isinstance(op, torch._ops.OpOverload) and str(op) == "auto_functionalized_v2":
         op = node.args[0]
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""

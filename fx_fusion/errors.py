@@ -22,6 +22,14 @@ class GradientError(FxFusionError, RuntimeError):
     """The fused op was called on tensors that require grad, which it has no formula for."""
 
 
+class PlanMismatchError(FxFusionError, RuntimeError):
+    """The ranks of a group were planned differently, so their kernels can't work together."""
+
+
+class PeerTimeoutError(FxFusionError, RuntimeError):
+    """A rank of the group didn't come to a call within the time allowed."""
+
+
 class GroupError(FxFusionError, RuntimeError):
     """A process group is missing, or not usable for what was asked."""
 

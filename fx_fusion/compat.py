@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,8 +35,10 @@ __all__ = [
     "InferenceAwarePass",
     "all_group_sizes",
     "ambient_post_pass",
+    "caching_is_on",
     "compile_scope",
     "compile_with_inductor",
+    "custom_passes",
     "device_archs",
     "graph_kind",
     "group_world_size",
@@ -43,6 +46,7 @@ __all__ = [
     "inductor_option_names",
     "installed_backend",
     "is_inference_aware",
+    "is_tracing",
     "mode_names",
     "mode_options",
     "reset_inductor",
@@ -51,6 +55,14 @@ __all__ = [
 
 #: Inductor's config slot for custom passes over the post-grad graph, after its own.
 POST_PASS: Final = "post_grad_custom_post_pass"
+
+#: The slots in which a pass without a uuid keeps a graph out of the cache.
+_CACHED_SLOTS: Final = (
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    POST_PASS,
+)
 
 
 def is_inference_aware(custom_pass: object) -> bool:
@@ -174,6 +186,30 @@ def ambient_post_pass() -> object | None:
 
     found: object | None = getattr(config, POST_PASS)
     return found
+
+
+def custom_passes() -> Iterator[object]:
+    """The custom passes of all slots that Inductor's cache looks at, as configured just now."""
+    from torch._inductor import config
+
+    for slot in _CACHED_SLOTS:
+        value = getattr(config, slot, None)
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif value is not None:
+            yield value
+
+
+def caching_is_on() -> bool:
+    """True if Inductor would store what it compiles."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache or config.fx_graph_remote_cache)
+
+
+def is_tracing() -> bool:
+    """True if a structured trace is being written (TORCH_TRACE)."""
+    return bool(logging.getLogger("torch.__trace").handlers)
 
 
 def compile_with_inductor(

@@ -46,6 +46,7 @@ class Reason(enum.Enum):
     GRADIENT = "gradient"
     DISABLED = "disabled"
     KERNEL_UNAVAILABLE = "kernel_unavailable"
+    INTERNAL_ERROR = "internal_error"
 
 
 #: One sentence a reason: what it means, then what to do. Shown in reports and in the README.
@@ -134,6 +135,10 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     ),
     Reason.KERNEL_UNAVAILABLE: (
         'The kernel asked for cannot run this site; use kernel="auto", or see the numbers.'
+    ),
+    Reason.INTERNAL_ERROR: (
+        "fx_fusion failed on this graph and left it as it was, so results are unaffected;"
+        " please report it with the traceback from the log."
     ),
 }
 

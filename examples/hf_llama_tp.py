@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from transformers.distributed import DistributedConfig
+from transformers import DistributedConfig
 
 import fx_fusion
 
@@ -54,7 +55,7 @@ def main() -> None:
             distributed_config=DistributedConfig(tp_size=world_size, tp_plan="auto"),
         ).eval()
 
-    compiled = torch.compile(model, backend="fx_fusion")
+    compiled: Any = torch.compile(model, backend="fx_fusion")
     ids = torch.arange(32, device=model.device).reshape(1, 32)
     with torch.no_grad():
         difference = (compiled(ids).logits - model(ids).logits).abs().max()

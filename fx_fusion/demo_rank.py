@@ -117,7 +117,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
 def load_shard(rank: int, world_size: int, job: Job) -> Any:
     """This rank's part of the saved model, made tensor-parallel by transformers itself."""
     import transformers
-    from transformers.distributed import DistributedConfig
+    from transformers import DistributedConfig
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

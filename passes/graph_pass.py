@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import fx_fusion.lowering
-import fx_fusion.ops  # noqa: F401  (a graph from the cache may hold the op)
-from fx_fusion.passes import pipeline
-from fx_fusion.passes.registry import registry_key
-from fx_fusion.passes.undo import Snapshot
 from torch import fx
 
 import fx_fusion
+import fx_fusion.lowering
+import fx_fusion.ops
 from fx_fusion import compat, compiled, switch
+from fx_fusion.passes import pipeline
+from fx_fusion.passes.registry import registry_key
+from fx_fusion.passes.undo import Snapshot
 from fx_fusion.report import GraphReport, Reason, SiteReport
 from fx_fusion.settings import FusionSettings
 

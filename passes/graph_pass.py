@@ -18,8 +18,7 @@ from typing import Any, Final
 from torch import fx
 
 import fx_fusion
-import fx_fusion.lowering
-import fx_fusion.ops
+import fx_fusion.lowering.ops
 from fx_fusion import compat, compiled, switch
 from fx_fusion.passes import pipeline
 from fx_fusion.passes.registry import registry_key

@@ -105,9 +105,12 @@ def imports_in(node: ast.AST, at_load: bool = True) -> Iterator[tuple[ast.stmt, 
 
 
 def named_modules(statement: ast.stmt) -> Iterator[str]:
-    """Our modules that an import statement names; `from package import module` names the module."""
+    """Our modules that an import statement names; `from package import module` names the module.
+
+    A bare `import fx_fusion` names none: that module is empty until something is asked of it.
+    """
     if isinstance(statement, ast.Import):
-        yield from (alias.name for alias in statement.names)
+        yield from (alias.name for alias in statement.names if alias.name != "fx_fusion")
     elif isinstance(statement, ast.ImportFrom):
         assert statement.level == 0, "relative imports hide the direction"
         base = statement.module or ""

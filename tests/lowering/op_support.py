@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.ops import all_reduce_add_rms_norm
@@ -45,6 +46,20 @@ def arguments_for(
         keywords["weight_form"] = "none" if weight is None else "w"
     size = dist.get_world_size() if world_size is None else world_size
     return Arguments(x, residual, weight, bias, eps, group_name, size, **{**ALL, **keywords})
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """An eager model's all_reduce over the default group, waited for."""
+    group = dist.group.WORLD
+    assert group is not None
+    reduced: torch.Tensor = cast(Any, funcol).wait_tensor(funcol.all_reduce(x, "sum", group))
+    return reduced
+
+
+def group_of_one() -> None:
+    """Make the default group one real rank, this process."""
+    store = cast(Any, dist).HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def call(arguments: Arguments) -> Results:

@@ -28,7 +28,7 @@ def arguments(**changed: Any) -> Any:
     return arguments_for(x, **{"weight": shared(16), **changed})
 
 
-NONSENSE = {
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "weight_form_unknown": ({"weight_form": "w+1"}, "'w\\+1' is unknown; choose .*1\\+w"),
     "reciprocal_unknown": ({"reciprocal": "div"}, "'div' is unknown; choose .*rsqrt"),
     "weight_without_form": ({"weight_form": "none"}, "'none' came with a weight"),

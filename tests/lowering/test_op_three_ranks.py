@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from op_support import (
     BF16,
     DTYPES,
     FP16,
     FP32,
+    all_reduce,
     arguments_for,
     bits,
     call,
     describe,
     differences,
+    group_of_one,
     part,
     product,
     shared,
@@ -72,8 +73,7 @@ def default(rank: int) -> list[str]:
             arguments = arguments_for(
                 x, residual=shared(*shape, dtype=dtype), weight=shared(shape[-1], seed=2)
             )
-            reduced = funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-            expected = eager_lines(reduced, arguments)
+            expected = eager_lines(all_reduce(x), arguments)
             failed += [f"{dtype} {shape}: {d}" for d in differences(call(arguments), expected)]
     return failed
 
@@ -153,9 +153,9 @@ def ranks_out_of_step(rank: int) -> list[str]:
     failed = []
     token = torch.zeros(1)
     for late in range(WORLD):
-        for form in ({"deterministic": True}, {"deterministic": False}):
+        for in_rank_order in (False, True):
             parts = parts_of(2, 64, dtype=FP32)
-            arguments = arguments_for(parts[rank], **form)
+            arguments = arguments_for(parts[rank], deterministic=in_rank_order)
             results: list[Results] = []
             entered = threading.Event()
 
@@ -215,7 +215,7 @@ def another_world_after_it(rank: int) -> list[str]:
     call(old)
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group_of_one()
     failed = []
     try:
         call(old)

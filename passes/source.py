@@ -51,8 +51,9 @@ def module_of(node: fx.Node) -> str:
         return ""
     entry = list(stack.values())[-1]
     name = str(entry[0] if isinstance(entry, (tuple, list)) else entry)
-    # Dynamo writes L['self'].layers.0 or L__self___layers_0: keep the dotted part
-    name = re.sub(r"L\['self'\]\.?", "", name)
+    # Dynamo writes L['self'].layers.0, or L['args'][0].layers.0 where a wrapper passes the model
+    # on (transformers' forward): keep the dotted part
+    name = re.sub(r"L\['(?:self'\]|args'\]\[0\])\.?", "", name)
     name = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name)
     name = re.sub(r"\._modules\.|_modules\.", ".", name)
     return name.strip(".")

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 #: Sequences and tokens in the demo's input.
 BATCH: Final = 2
 TOKENS: Final = 64
-VOCABULARY: Final = 512
-HEAD_SIZE: Final = 32
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,9 +55,17 @@ def main(arguments: list[str] | None = None) -> int:
         # transformers takes an accelerator wherever it sees one.
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     with tempfile.TemporaryDirectory(prefix="fx_fusion_demo_") as directory:
-        save_model(directory, options)
         print(heading(options), flush=True)
-        job = Job(directory, options.dtype, options.device, BATCH, TOKENS, steps=options.steps)
+        job = Job(
+            directory,
+            options.layers,
+            options.hidden_size,
+            options.dtype,
+            options.device,
+            BATCH,
+            TOKENS,
+            options.steps,
+        )
         results = spawn(
             run_rank,
             options.world_size,
@@ -79,32 +86,34 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fx_fusion.demo",
         description="Fuse a small tensor-parallel Llama and compare it with eager.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--world-size", type=positive, default=2, help="number of processes")
-    parser.add_argument("--layers", type=positive, default=4, help="decoder layers")
-    parser.add_argument("--hidden-size", type=positive, default=256, help="hidden size")
+
+    def number(name: str, default: int, text: str) -> None:
+        parser.add_argument(name, type=positive, default=default, help=f"{text} ({default})")
+
+    number("--world-size", 2, "number of processes")
+    number("--layers", 4, "decoder layers")
+    number("--hidden-size", 256, "hidden size")
+    number("--steps", 20, "timed steps of each way to run")
+    number("--timeout", 600, "seconds until the demo gives up")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="default: float32 on CPU, bfloat16 on a GPU",
+        help="(float32 on CPU, bfloat16 on a GPU)",
     )
-    parser.add_argument("--steps", type=positive, default=20, help="timed steps of each kind")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU"
-    )
-    parser.add_argument(
-        "--timeout", type=positive, default=600, help="seconds until the demo gives up"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda if there is a GPU)")
     options = parser.parse_args(arguments)
+
+    import torch
+
+    from fx_fusion.demo_rank import HEAD_SIZE
+
     if options.hidden_size % (HEAD_SIZE * options.world_size):
         parser.error(
             f"--hidden-size {options.hidden_size} must be a multiple of {HEAD_SIZE} (the head"
             f" size) times --world-size {options.world_size}: every rank gets whole heads."
         )
     if options.device is None:
-        import torch
-
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.dtype is None:
         options.dtype = "float32" if options.device == "cpu" else "bfloat16"
@@ -124,35 +133,9 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def save_model(directory: str, options: argparse.Namespace) -> None:
-    """Make the model with random weights and save it.
-
-    Done once, before the ranks start: with torch.distributed up, transformers saves on rank 0
-    alone, and ranks that look elsewhere would find nothing.
-    """
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    heads = options.hidden_size // HEAD_SIZE
-    config = transformers.LlamaConfig(
-        hidden_size=options.hidden_size,
-        intermediate_size=3 * options.hidden_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2 * TOKENS,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype))
-    model.save_pretrained(directory)
-
-
 def heading(options: argparse.Namespace) -> str:
     """What runs, with which versions, where."""
     import torch
-    import transformers
 
     import fx_fusion
 
@@ -164,7 +147,7 @@ def heading(options: argparse.Namespace) -> str:
         where = f"{options.world_size} processes on {min(gpus, options.world_size)} x {name}{shared}"
     return (
         f"fx_fusion {fx_fusion.__version__}, torch {torch.__version__},"
-        f" transformers {transformers.__version__}\n"
+        f" transformers {version('transformers')}\n"
         f"LlamaForCausalLM with random weights: {options.layers} layers, hidden size"
         f" {options.hidden_size}, {options.dtype}; input {BATCH} x {TOKENS} tokens\n"
         f"{where}; compiling, which takes a while the first time ..."

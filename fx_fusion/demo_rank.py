@@ -25,6 +25,8 @@ EAGER: Final = "eager"
 INDUCTOR: Final = "inductor"
 FUSED: Final = "fx_fusion"
 
+HEAD_SIZE: Final = 32
+VOCABULARY: Final = 512
 #: Different inputs that results are compared on; more than one, so that a buffer which is not
 #: renewed between calls shows.
 BATCHES: Final = 3
@@ -37,7 +39,9 @@ class Job:
     """What the processes are told.
 
     Attributes:
-        model_directory: A saved Hugging Face model; every rank loads its shard from it.
+        directory: An empty folder that all ranks see; the model is saved there.
+        layers: Decoder layers.
+        hidden_size: Hidden size; a multiple of the head size times the number of ranks.
         dtype: The name of a torch dtype.
         device: "cpu" or "cuda".
         batch: Sequences in an input.
@@ -45,7 +49,9 @@ class Job:
         steps: Timed rounds.
     """
 
-    model_directory: str
+    directory: str
+    layers: int
+    hidden_size: int
     dtype: str
     device: str
     batch: int
@@ -77,10 +83,12 @@ class RankResult:
 
 def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
     """Load this rank's shard, run the model the three ways, compare and time them."""
+    if rank == 0:
+        save_model(job)
+    dist.barrier()
     torch.manual_seed(0)
     model = load_shard(rank, world_size, job)
-    vocabulary = model.config.vocab_size
-    inputs = [torch.randint(vocabulary, (job.batch, job.tokens)) for _ in range(BATCHES)]
+    inputs = [torch.randint(VOCABULARY, (job.batch, job.tokens)) for _ in range(BATCHES)]
     inputs = [ids.to(model.device) for ids in inputs]
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         EAGER: lambda ids: logits_of(model, ids),
@@ -114,6 +122,30 @@ def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
     )
 
 
+def save_model(job: Job) -> None:
+    """Make the model with random weights and save it; to be called on rank 0 alone.
+
+    With torch.distributed up, transformers saves on rank 0 and does nothing on the others.
+    """
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    heads = job.hidden_size // HEAD_SIZE
+    config = transformers.LlamaConfig(
+        hidden_size=job.hidden_size,
+        intermediate_size=3 * job.hidden_size,
+        num_hidden_layers=job.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2 * job.tokens,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, job.dtype))
+    model.save_pretrained(job.directory)
+
+
 def load_shard(rank: int, world_size: int, job: Job) -> Any:
     """This rank's part of the saved model, made tensor-parallel by transformers itself."""
     import transformers
@@ -125,7 +157,7 @@ def load_shard(rank: int, world_size: int, job: Job) -> Any:
         # transformers takes the device from here; with fewer GPUs than ranks they share.
         os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        job.model_directory,
+        job.directory,
         dtype=getattr(torch, job.dtype),
         distributed_config=DistributedConfig(tp_size=world_size, tp_plan="auto"),
     )

@@ -154,14 +154,9 @@ def heading(options: argparse.Namespace) -> str:
     )
 
 
-def kernels(report: FusionReport) -> list[str]:
-    """The names of the kernels that run the rewritten sites, each once, sorted."""
-    return sorted({site.kernel for site in report.sites if site.fused})
-
-
-def has_fused_kernel(report: FusionReport) -> bool:
-    """Whether any site runs on a kernel that does all of it at once."""
-    return any(kernel != "unfused" for kernel in kernels(report))
+def on_a_kernel(report: FusionReport) -> int:
+    """How many rewritten sites run on a kernel that does all of it at once."""
+    return sum(site.fused and site.kernel != "unfused" for site in report.sites)
 
 
 def table(results: list[RankResult], options: argparse.Namespace) -> str:
@@ -169,7 +164,7 @@ def table(results: list[RankResult], options: argparse.Namespace) -> str:
     from fx_fusion.demo_rank import EAGER, FUSED, INDUCTOR
 
     report = results[0].report
-    label = "fx_fusion" if has_fused_kernel(report) else "fx_fusion (unfused path)"
+    label = "fx_fusion" if on_a_kernel(report) else "fx_fusion (unfused path)"
     rows = [("", "time per step", "largest difference from eager, on each rank")]
     for way, name in ((EAGER, "eager"), (INDUCTOR, "Inductor alone"), (FUSED, label)):
         slowest = max(result.seconds[way] for result in results)
@@ -230,14 +225,17 @@ def closing_line(results: list[RankResult], options: argparse.Namespace) -> str:
     from fx_fusion.demo_rank import FUSED
 
     report = results[0].report
-    done = "rewritten, running the unfused path"
-    if has_fused_kernel(report):
-        done = f"fused ({', '.join(kernels(report))})"
+    fused = on_a_kernel(report)
+    rewritten = report.fused_count - fused
+    done = f"{fused} of {report.site_count} sites fused"
+    if not fused:
+        done = f"{rewritten} of {report.site_count} sites rewritten, running the unfused path"
+    elif rewritten:
+        done += f", {rewritten} more rewritten, running the unfused path"
     difference = max(result.differences[FUSED] for result in results)
     agree = "agree" if len({result.digest for result in results}) == 1 else "DO NOT agree"
     return (
-        f"{report.fused_count} of {report.site_count} sites {done}; largest difference from"
-        f" eager {difference:.2e} (at most {bound(results, options):.2e} allowed for"
+        f"{done}; largest difference from eager {difference:.2e} (at most {bound(results, options):.2e} allowed for"
         f" {options.dtype}); the {len(results)} ranks {agree} bit for bit."
     )
 

@@ -208,8 +208,12 @@ def caching_is_on() -> bool:
 
 
 def is_tracing() -> bool:
-    """True if a structured trace is being written (TORCH_TRACE)."""
-    return bool(logging.getLogger("torch.__trace").handlers)
+    """True if a structured trace is being written (TORCH_TRACE).
+
+    torch installs a handler in any case, which has no folder where there is nothing to write.
+    """
+    handlers = logging.getLogger("torch.__trace").handlers
+    return any(getattr(handler, "root_dir", "") is not None for handler in handlers)
 
 
 def compile_with_inductor(

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,16 +51,13 @@ class FusionPass(compat.InferenceAwarePass):
             graph: A post-grad graph.
             is_inference: Whether no backward graph belongs to it; None if unknown (torch 2.11).
         """
-        tracing = compat.is_tracing()
-        before = _text(graph) if tracing else ""
+        before = _traced_text(graph)
         report = self._fused_or_restored(graph, compat.graph_kind(is_inference))
         report = dataclasses.replace(report, notes=(*report.notes, *_caching_notes()))
         compiled.record(report)
         _log(report)
-        if tracing:
-            from fx_fusion import trace
-
-            trace.emit(report, before, _text(graph))
+        if before is not None:
+            _trace(report, before, graph)
 
     def uuid(self) -> str:
         """The pass' part of the compile-cache key: a digest of `key()`.
@@ -172,10 +170,32 @@ def _log(report: GraphReport) -> None:
     log.info("%s", compiled.summary(report))
 
 
-def _text(graph: fx.Graph) -> str:
+def _traced_text(graph: fx.Graph) -> str | None:
+    """The graph as text for the structured trace; None where none is written."""
+    if not compat.is_tracing():
+        return None
     from fx_fusion.graph_text import graph_text
 
-    return graph_text(graph)
+    with _never_raising():
+        return graph_text(graph)
+    return None
+
+
+def _trace(report: GraphReport, before: str, graph: fx.Graph) -> None:
+    """Add the report and both graphs to the structured trace."""
+    with _never_raising():
+        from fx_fusion import trace
+
+        trace.emit(report, before, _traced_text(graph) or "")
+
+
+@contextmanager
+def _never_raising() -> Iterator[None]:
+    """Writing a trace must not become the user's compile error."""
+    try:
+        yield
+    except Exception:
+        log.warning("fx_fusion can't write its trace; please report this", exc_info=True)
 
 
 @functools.cache

@@ -25,11 +25,12 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 import torch
-from fx_fusion.lowering import unfused
-from fx_fusion.lowering.arguments import Arguments, Results, check, result_dtypes
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fx_fusion.errors import GradientError, GroupError, WorldSizeError
+from fx_fusion.lowering import dispatch
+from fx_fusion.lowering.arguments import Arguments, Results, check, result_dtypes
 
 NAME: Final = "all_reduce_add_rms_norm"
 SCHEMA: Final = (
@@ -51,12 +52,12 @@ def _run(*args: Any, **kwargs: Any) -> Results:
     """The real implementation, on every device."""
     arguments = Arguments(*args, **kwargs)
     check(arguments)
-    _check_group(arguments.group_name, arguments.world_size)
-    return unfused.run(arguments)
+    group = _checked_group(arguments.group_name, arguments.world_size)
+    return dispatch.run(arguments, group)
 
 
-def _check_group(group_name: str, world_size: int) -> None:
-    """Raise unless the group exists and has the size that was compiled in."""
+def _checked_group(group_name: str, world_size: int) -> dist.ProcessGroup:
+    """The group of this name; raises unless the group exists and has the size that was compiled in."""
     try:
         group = _c10d._resolve_process_group(group_name)
     except (RuntimeError, ValueError) as error:
@@ -71,6 +72,7 @@ def _check_group(group_name: str, world_size: int) -> None:
             f" {group_name!r} now has {group.size()}; call torch._dynamo.reset() and compile"
             " again."
         )
+    return cast(dist.ProcessGroup, group)
 
 
 def _fake(*args: Any, **kwargs: Any) -> Results:

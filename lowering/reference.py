@@ -72,7 +72,9 @@ def fp64_oracle(parts: Sequence[torch.Tensor], arguments: Arguments) -> Results:
     h = reduced
     if arguments.bias is not None:
         h = h + arguments.bias.double()
-    scale = arguments.scale if arguments.scale_tensor is None else arguments.scale_tensor.double()
+    scale = (
+        arguments.scale if arguments.scale_tensor is None else arguments.scale_tensor.double()
+    )
     h = h * scale
     if arguments.residual is not None:
         h = h + arguments.residual.double()

@@ -4,8 +4,9 @@ The pass, the op and the sizing of workspaces all ask `select`. It is pure: it l
 problem, the settings and the table, never at the process, so that every rank, and a machine
 that plans for another, gets the same answer.
 
-Today the table is empty and the only kernel is "unfused": the group's own all_reduce, then add
-and norm, inside the op. A kernel is entered here when it has been measured.
+On the CPU our kernel over shared memory takes every size. On GPUs the table decides; it is
+empty until a kernel has been measured, and what it doesn't list takes the unfused path: the
+group's own all_reduce, then add and norm, inside the op.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Problem:
         tokens: Rows, if known when compiling; None where they're dynamic. A kernel's own
             limits on tokens go into the plan, so a static and a dynamic graph agree.
         deterministic: Only sums in rank order are allowed.
+        local_cause: Why this process can't run a kernel (no compiler), "" if it can. It only
+            changes what the report says: the ranks agree on the path at the first call.
     """
 
     hidden_size: int
@@ -42,6 +45,7 @@ class Problem:
     arch: str
     tokens: int | None
     deterministic: bool
+    local_cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,19 @@ class Row:
 #: The measurements. Empty until a kernel of our own exists; no number comes in unmeasured.
 TABLE: Final[tuple[Row, ...]] = ()
 
-#: The kernels that exist. The unfused path takes every problem.
+#: The unfused path takes every problem.
 UNFUSED: Final = "unfused"
-_AVAILABLE: Final = (UNFUSED,)
+#: The CPU kernel's two algorithms; see `cpu_is_two_shot` for which runs.
+CPU_ONE_SHOT: Final = "one-shot over shared memory"
+CPU_TWO_SHOT: Final = "two-shot over shared memory"
+#: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
+CPU_KERNEL_READY: Final = False
+#: Bytes of a slot of the CPU workspace: a row must fit in one. Small enough that a chunk stays
+#: in a core's cache between the rank that writes it and those that read it.
+CPU_SLOT_BYTES: Final = 256 * 1024
+#: From how many bytes of x on, with more than two ranks, reading all ranks' rows costs more
+#: than a second meeting. With two ranks one-shot moves no more than two-shot.
+CPU_TWO_SHOT_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -84,13 +98,16 @@ class Plan:
     """The kernel for a site.
 
     Attributes:
-        kernel: Its name, "unfused".
+        kernel: Its name, for people: "unfused", "one-shot over shared memory".
         digest: What the choice rests on (`digest_of`); the op's `plan` argument, by which
-            ranks and graphs that were planned differently are told apart.
+            ranks and graphs that were planned differently are told apart. Nothing local to
+            one rank is in it.
+        cause: Why it is the unfused path although another was allowed, "" otherwise.
     """
 
     kernel: str
     digest: str
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,28 +130,67 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
         A Plan, or a Refusal with KERNEL_UNAVAILABLE where `settings.kernel` names a kernel
         that can't run here.
     """
-    kernel = UNFUSED if settings.kernel == "auto" else settings.kernel
-    if kernel not in _AVAILABLE:
-        return Refusal(
-            Reason.KERNEL_UNAVAILABLE,
-            {
-                "kernel": kernel,
-                "available": ", ".join(_AVAILABLE),
-                "arch": problem.arch,
-                "world_size": problem.world_size,
-                "dtype": str(problem.dtype).removeprefix("torch."),
-                "hidden_size": problem.hidden_size,
-            },
-        )
-    return Plan(kernel, digest_of(settings))
+    digest = digest_of(settings)
+    if settings.kernel == UNFUSED:
+        return Plan(UNFUSED, digest)
+    cause = _own_kernel_cause(problem)
+    if settings.kernel in ("auto", "fx_fusion") and not cause:
+        return Plan(_cpu_kernel(problem), digest)
+    if settings.kernel == "auto":
+        return Plan(UNFUSED, digest, cause)
+    return Refusal(
+        Reason.KERNEL_UNAVAILABLE,
+        {
+            "kernel": settings.kernel,
+            "cause": cause if settings.kernel == "fx_fusion" else "not supported yet",
+            "arch": problem.arch,
+            "world_size": problem.world_size,
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "hidden_size": problem.hidden_size,
+        },
+    )
+
+
+def asks_for_unfused(plan: str) -> bool:
+    """True if the op's `plan` argument was made for the unfused path."""
+    return plan.startswith(UNFUSED)
+
+
+def cpu_takes(hidden_size: int, element_size: int) -> bool:
+    """True if the CPU kernel takes rows of this size; the same answer on every rank."""
+    return CPU_KERNEL_READY and 0 < hidden_size * element_size <= CPU_SLOT_BYTES
+
+
+def cpu_is_two_shot(tokens: int, hidden_size: int, element_size: int, world_size: int) -> bool:
+    """True if each row is reduced by one rank only; the same answer on every rank."""
+    bytes_of_x = tokens * hidden_size * element_size
+    return world_size > 2 and bytes_of_x > CPU_TWO_SHOT_BYTES
+
+
+def _own_kernel_cause(problem: Problem) -> str:
+    """Why no kernel of ours takes this problem; "" if one does."""
+    if problem.arch != "cpu" or not CPU_KERNEL_READY:
+        return f"there is no kernel for {problem.arch} yet"
+    if not cpu_takes(problem.hidden_size, problem.dtype.itemsize):
+        return f"a row of {problem.hidden_size} elements doesn't fit a slot"
+    return problem.local_cause
+
+
+def _cpu_kernel(problem: Problem) -> str:
+    if problem.tokens is None:
+        return CPU_ONE_SHOT if problem.world_size == 2 else f"{CPU_ONE_SHOT} or two-shot"
+    two_shot = cpu_is_two_shot(
+        problem.tokens, problem.hidden_size, problem.dtype.itemsize, problem.world_size
+    )
+    return CPU_TWO_SHOT if two_shot else CPU_ONE_SHOT
 
 
 def digest_of(settings: FusionSettings, table: Sequence[Row] = TABLE) -> str:
-    """Twelve hex digits over the table and the settings that choose from it.
+    """The choice ("auto", "unfused") and twelve hex digits over the table and that choice.
 
     Facts of one site aren't in it, so that all graphs of a process that share settings share
     the digest; `deterministic` is an argument of the op already.
     """
     content = {"kernel": settings.kernel, "table": [asdict(row) for row in table]}
     text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{settings.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -7,17 +7,21 @@ and what defines the numbers that a kernel must give.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+
 from fx_fusion.lowering.arguments import Arguments, Results
 
 
-def run(arguments: Arguments) -> Results:
-    """Reduce over the group, then add and normalise; results are new contiguous tensors.
+def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
+    """Reduce over `group`, then add and normalise; results are new contiguous tensors.
+
+    `group` is the one that `arguments` names, of the size that they name.
 
     Layout is a local fact, so it must steer nothing: x and residual are copied where they
     aren't contiguous, and ranks with other layouts still sum and round alike.
     """
     x = arguments.x.contiguous()
-    reduced = _reduce(x, arguments)
+    reduced = _reduce(x, arguments, group)
     hidden = _hidden_state(reduced, arguments)
     norm, rstd = _norm(hidden, arguments)
     if hidden is reduced and arguments.want_residual and arguments.want_reduced:
@@ -30,26 +34,26 @@ def run(arguments: Arguments) -> Results:
     )
 
 
-def _reduce(x: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+def _reduce(x: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks in x's dtype, as a new tensor; `x` is contiguous."""
     if x.numel() == 0:
         # The number of tokens is the same on all ranks, so all of them leave here.
         return torch.empty_like(x)
     if arguments.deterministic:
-        return _sum_in_rank_order(x, arguments.world_size, arguments.group_name)
+        return _sum_in_rank_order(x, group)
     collectives = torch.ops._c10d_functional
     pending = collectives.all_reduce(x, "sum", arguments.group_name)
     result: torch.Tensor = collectives.wait_tensor(pending)
     return result
 
 
-def _sum_in_rank_order(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+def _sum_in_rank_order(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks, in fp32, in rank order, from +0.0, rounded once to x's dtype."""
-    collectives = torch.ops._c10d_functional
-    pending = collectives.all_gather_into_tensor(x.view(-1), world_size, group_name)
-    parts: torch.Tensor = collectives.wait_tensor(pending)
+    # Not the functional collective: over gloo with GPU tensors it crashed (torch 2.11).
+    parts = x.new_empty(group.size() * x.numel())
+    dist.all_gather_into_tensor(parts, x.view(-1), group=group)
     total = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
-    for part in parts.view(world_size, -1):
+    for part in parts.view(group.size(), -1):
         total += part
     return total.to(x.dtype).view(x.shape)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fx_fusion import settings as settings_module
 from fx_fusion.lowering.select import TABLE, Plan, Problem, Refusal, Row, digest_of, select
 from fx_fusion.report import REMEDIES, Reason
 from fx_fusion.settings import FusionSettings
@@ -44,19 +43,16 @@ def test_every_problem_gets_the_unfused_path(
     plan = select(problem, FusionSettings(kernel=kernel))
     assert isinstance(plan, Plan)
     assert plan.kernel == "unfused"
-    assert re.fullmatch("[0-9a-f]{12}", plan.digest)
+    assert re.fullmatch(f"{kernel}-[0-9a-f]{{12}}", plan.digest)
 
 
-def test_a_kernel_that_does_not_exist_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(settings_module, "KERNELS", ("auto", "unfused", "two_shot"))
-    refusal = select(PROBLEM, FusionSettings(kernel="two_shot"))
+def test_a_kernel_that_does_not_exist_is_refused_with_the_numbers() -> None:
+    refusal = select(PROBLEM, FusionSettings(kernel="flashinfer"))
     assert refusal == Refusal(
         Reason.KERNEL_UNAVAILABLE,
         {
-            "kernel": "two_shot",
-            "available": "unfused",
+            "kernel": "flashinfer",
+            "cause": "not supported yet",
             "arch": "sm_90",
             "world_size": 2,
             "dtype": "bfloat16",

@@ -19,6 +19,7 @@ from torch import fx
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten, c10d
 from fx_fusion.passes.norm import Norm
+from fx_fusion.passes.order import depends_on
 from fx_fusion.passes.registry import opaque_all_reduce
 from fx_fusion.passes.stops import Stop, first_stop, stop_at
 from fx_fusion.report import Reason
@@ -216,7 +217,8 @@ def _add_step(node: fx.Node, user: fx.Node, stage: int) -> Step | None:
     if held is None:
         return None
     if nodes.same_shape(held, value):
-        return Step("residual", user, index)
+        assert isinstance(other, fx.Node)
+        return None if depends_on(other, node) else Step("residual", user, index)
     size = nodes.hidden_size(node) if value.ndim > 1 else None
     if stage == 0 and size is not None and nodes.is_vector(other, size):
         return Step("bias", user, index)

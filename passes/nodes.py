@@ -117,9 +117,21 @@ def is_cast(node: object) -> bool:
     return held is not None and result is not None and held.device == result.device
 
 
+def is_second_wait(node: object) -> bool:
+    """True for a wait_tensor of a wait_tensor."""
+    if not is_op(node, c10d.wait_tensor.default):
+        return False
+    assert isinstance(node, fx.Node)
+    return is_op(node.args[0], c10d.wait_tensor.default)
+
+
 def is_view(node: object) -> bool:
-    """True for a reshape or identity that keeps the last dimension as it is."""
-    if not (is_op(node, VIEWS) or is_op(node, IDENTITIES)):
+    """True for a reshape or identity that keeps the last dimension as it is.
+
+    A wait for what has been waited for is an identity too: `funcol.wait_tensor` written around
+    `funcol.all_reduce`, which waits by itself while it is traced.
+    """
+    if not (is_op(node, VIEWS) or is_op(node, IDENTITIES) or is_second_wait(node)):
         return False
     assert isinstance(node, fx.Node)
     before, after = tensor(node.args[0]), tensor(node)

@@ -17,6 +17,7 @@ from torch import fx
 
 from fx_fusion.passes import nodes
 from fx_fusion.passes.nodes import aten, c10d
+from fx_fusion.passes.order import depends_on
 from fx_fusion.passes.registry import opaque_all_reduce
 from fx_fusion.report import Number, Reason
 
@@ -33,6 +34,7 @@ PRIORITY: Final = (
     Reason.SUMMED_ALL_REDUCES,
     Reason.CHAINED_ALL_REDUCES,
     Reason.RESIDUAL_SHAPE,
+    Reason.RESIDUAL_DEPENDS,
     Reason.UNSUPPORTED_STEP,
     Reason.NO_NORM,
     Reason.LEAVES_GRAPH,
@@ -92,6 +94,8 @@ def stop_at(
         residual: The residual added so far, or None.
         hidden_states: The values that some RMSNorm of the graph normalises.
     """
+    while nodes.is_view(user) and len(user.users) == 1:
+        node, user = user, next(iter(user.users))
     if user.op == "output":
         return Stop(Reason.LEAVES_GRAPH, {"value": node.name})
     if nodes.is_op(user, aten.copy_.default):
@@ -103,6 +107,10 @@ def stop_at(
         return Stop(Reason.LAYER_NORM, {"op": op})
     if _reaches_root(node, user):
         return Stop(Reason.SUM_OF_SQUARES, {"op": op})
+    if nodes.is_op(user, aten.add.Tensor) and _other_depends(node, user):
+        # the value goes on as the residual stream: a norm behind it belongs to later blocks
+        reason = Reason.RESIDUAL_DEPENDS if _is_normed(user, hidden_states) else Reason.NO_NORM
+        return Stop(reason, {"op": op, "input": "residual"})
     behind = probe(user, hidden_states)
     if behind == "layer_norm":
         return Stop(Reason.LAYER_NORM, {"op": op})
@@ -129,6 +137,21 @@ def _stop_at_add(node: fx.Node, user: fx.Node, residual: object) -> Stop:
         shapes = {"reduced": str(list(value.shape)), "residual": str(list(other.shape))}
         return Stop(Reason.RESIDUAL_SHAPE, shapes)
     return Stop(Reason.UNSUPPORTED_STEP, {"op": op})
+
+
+def _other_depends(node: fx.Node, add: fx.Node) -> bool:
+    found = nodes.other_operand(add, node)
+    return found is not None and isinstance(found[0], fx.Node) and depends_on(found[0], node)
+
+
+def _is_normed(node: fx.Node, hidden_states: Collection[fx.Node]) -> bool:
+    """True if a norm reads `node`, or a view of it."""
+    while node not in hidden_states:
+        views = [user for user in node.users if nodes.is_view(user)]
+        if len(views) != 1:
+            return False
+        node = views[0]
+    return True
 
 
 def comes_from_all_reduce(value: object) -> bool:

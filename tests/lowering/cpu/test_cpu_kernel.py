@@ -1,0 +1,67 @@
+"""The CPU kernel on real ranks: its bits, its waits, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from fx_fusion.errors import SpawnError
+from fx_fusion.testing import spawn
+from tests.lowering.cpu import cpu_kernel_ranks as ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_output_keeps_the_contract(world_size: int) -> None:
+    for found in spawn(ranks.run_grid, world_size, args=(world_size == 3,), timeout=300):
+        assert found == []
+
+
+def test_ranks_runs_and_threads_give_the_same_bits() -> None:
+    first = spawn(ranks.run_digest, 3, args=(1,), timeout=200)
+    second = spawn(ranks.run_digest, 3, args=(2,), timeout=200)
+    assert first[0] == first[1] == first[2]
+    assert first == second
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_row_does_not_depend_on_its_batch(world_size: int) -> None:
+    for found in spawn(ranks.run_one_row_and_batch, world_size, timeout=200):
+        assert found == []
+
+
+def test_many_calls_of_changing_sizes_never_read_an_old_value() -> None:
+    for found in spawn(ranks.run_many, 2, args=(20_000,), timeout=200):
+        assert found == []
+
+
+def test_groups_do_not_disturb_each_other() -> None:
+    for found in spawn(ranks.run_two_groups, 4, timeout=200):
+        assert found == []
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(SpawnError, match="rank 2"):
+        spawn(ranks.run_until_a_rank_dies, 3, timeout=60)
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_bound() -> None:
+    messages = spawn(ranks.run_with_a_late_rank, 3, timeout=60)
+    for message in messages[:2]:
+        assert "rank 2" in message
+        assert "did not come" in message or "gave up" in message
+
+
+@pytest.mark.parametrize("step", ["build", "map"])
+def test_if_one_rank_cannot_no_rank_does(step: str) -> None:
+    refusals = spawn(ranks.run_with_a_failing_rank, 3, args=(step,), timeout=120)
+    assert "rank 1" in refusals[0]
+    assert refusals[0] == refusals[1] == refusals[2]
+
+
+def test_a_named_file_takes_the_place_of_memfd() -> None:
+    for found, left in spawn(ranks.run_in_a_named_file, 3, timeout=120):
+        assert found == []
+        assert left == []

@@ -31,6 +31,7 @@ else:
 
 __all__ = [
     "POST_PASS",
+    "RUN_PASSES",
     "CustomGraphPass",
     "InferenceAwarePass",
     "all_group_sizes",
@@ -50,11 +51,15 @@ __all__ = [
     "mode_names",
     "mode_options",
     "reset_inductor",
+    "runs_post_grad_passes",
     "versions",
 ]
 
 #: Inductor's config slot for custom passes over the post-grad graph, after its own.
 POST_PASS: Final = "post_grad_custom_post_pass"
+
+#: Inductor's option that switches that stage, and with it our pass, on and off.
+RUN_PASSES: Final = "use_post_grad_passes"
 
 #: The slots in which a pass without a uuid keeps a graph out of the cache.
 _CACHED_SLOTS: Final = (
@@ -178,6 +183,13 @@ def mode_options(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
+
+
+def runs_post_grad_passes() -> bool:
+    """Inductor's global setting of `RUN_PASSES`."""
+    from torch._inductor import config
+
+    return bool(getattr(config, RUN_PASSES))
 
 
 def ambient_post_pass() -> object | None:

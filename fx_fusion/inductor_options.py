@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ from fx_fusion import compat, switch
 from fx_fusion.composite import composed
 from fx_fusion.errors import SettingError, unknown_name
 from fx_fusion.settings import FusionSettings
+
+log = logging.getLogger(__name__)
 
 #: Put before a setting's name where it stands among Inductor's options, this always means ours.
 PREFIX: Final = "fx_fusion."
@@ -48,6 +51,13 @@ def inductor_options(
     result.update(_checked(given, compat.inductor_option_names()))
     present = result.get(compat.POST_PASS, compat.ambient_post_pass())
     result[compat.POST_PASS] = composed(present, settings)
+    if not result.get(compat.RUN_PASSES, compat.runs_post_grad_passes()):
+        log.warning(
+            "fx_fusion fuses nothing, as Inductor runs no post-grad pass with %s=False%s; set that"
+            " option to True to have it run.",
+            compat.RUN_PASSES,
+            f" (part of mode {chosen!r})" if chosen == "lite" else "",
+        )
     return result
 
 

@@ -90,7 +90,9 @@ def split_options(
             inductor[name] = value
         elif bare not in names:
             raise SettingError(
-                unknown_name("known option of fx_fusion or Inductor", key, [*names, "mode", *known])
+                unknown_name(
+                    "known option of fx_fusion or Inductor", key, [*names, "mode", *known]
+                )
             )
     return inductor, ours
 
@@ -103,7 +105,9 @@ def _checked(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, An
             hint = ""
             if name.removeprefix(PREFIX) in FusionSettings.names():
                 hint = " It is an fx_fusion option: give it to inductor_options by keyword."
-            raise SettingError(unknown_name("known Inductor option", key, ["mode", *known]) + hint)
+            raise SettingError(
+                unknown_name("known Inductor option", key, ["mode", *known]) + hint
+            )
         result[name] = value
     return result
 

@@ -50,6 +50,8 @@ class Snapshot:
                 current[node] = again
             last = current[node]
         kept = set(current.values())
-        for node in reversed(list(graph.nodes)):
-            if node not in kept:
-                graph.erase_node(node)
+        added = [node for node in graph.nodes if node not in kept]
+        for node in added:  # they may stand in any order
+            node.args, node.kwargs = (), {}
+        for node in added:
+            graph.erase_node(node)

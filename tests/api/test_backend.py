@@ -99,7 +99,9 @@ def test_two_different_modes_are_an_error() -> None:
 
 
 def test_inductor_s_options_pass_through_with_dashes_or_underscores(given: list[Any]) -> None:
-    options = options_given(given, options={"epilogue-fusion": False, "triton.cudagraphs": False})
+    options = options_given(
+        given, options={"epilogue-fusion": False, "triton.cudagraphs": False}
+    )
     assert options["epilogue_fusion"] is False
     assert options["triton.cudagraphs"] is False
 
@@ -134,7 +136,10 @@ def test_one_option_given_twice_with_two_values_is_an_error() -> None:
         ({"mode": "max-autotun"}, "'max-autotun' is not a mode. Did you mean 'max-autotune'"),
         ({"target": fx_fusion.Target()}, "for fx_fusion.explain alone"),
         # torch's own check of an option's type
-        ({"max_autotune": "yes"}, "Unexpected type of attr max_autotune, got str should be bool"),
+        (
+            {"max_autotune": "yes"},
+            "Unexpected type of attr max_autotune, got str should be bool",
+        ),
     ],
 )
 def test_a_bad_option_is_an_error_that_torch_compile_shows(

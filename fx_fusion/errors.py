@@ -30,6 +30,10 @@ class PeerTimeoutError(FxFusionError, RuntimeError):
     """A rank of the group didn't come to a call within the time allowed."""
 
 
+class CaptureError(FxFusionError, RuntimeError):
+    """A CUDA graph is being captured, and what has to exist before that doesn't yet."""
+
+
 class GroupError(FxFusionError, RuntimeError):
     """A process group is missing, or not usable for what was asked."""
 

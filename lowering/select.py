@@ -4,21 +4,24 @@ The pass, the op and the sizing of workspaces all ask `select`. It is pure: it l
 problem, the settings and the table, never at the process, so that every rank, and a machine
 that plans for another, gets the same answer.
 
-On the CPU our kernel over shared memory takes every size. On GPUs the table decides; it is
-empty until a kernel has been measured, and what it doesn't list takes the unfused path: the
-group's own all_reduce, then add and norm, inside the op.
+On the CPU our kernel over shared memory takes every size. On GPUs the table decides, which holds
+only what was measured, and what it doesn't list takes the unfused path: the group's own
+all_reduce, then add and norm, inside the op.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
 
+from fx_fusion.lowering import gpu_layout
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -85,6 +88,10 @@ CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
 #: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
 CPU_KERNEL_READY: Final = False
+#: Where the GPU kernel's tests have passed; elsewhere it runs only if `kernel="fx_fusion"`.
+GPU_PROVEN: Final = ("sm_90",)
+#: The GPU kernel; see `gpu_max_tokens` for when it runs.
+GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 #: Bytes of a slot of the CPU workspace: a row must fit in one. Small enough that a chunk stays
 #: in a core's cache between the rank that writes it and those that read it.
 CPU_SLOT_BYTES: Final = 256 * 1024
@@ -133,9 +140,9 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
     digest = digest_of(settings)
     if settings.kernel == UNFUSED:
         return Plan(UNFUSED, digest)
-    cause = _own_kernel_cause(problem)
+    cause = _own_kernel_cause(problem, settings.kernel)
     if settings.kernel in ("auto", "fx_fusion") and not cause:
-        return Plan(_cpu_kernel(problem), digest)
+        return Plan(_cpu_kernel(problem) if problem.arch == "cpu" else GPU_ONE_SHOT, digest)
     if settings.kernel == "auto":
         return Plan(UNFUSED, digest, cause)
     return Refusal(
@@ -153,7 +160,7 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
 
 def asks_for_unfused(plan: str) -> bool:
     """True if the op's `plan` argument was made for the unfused path."""
-    return plan.startswith(UNFUSED)
+    return kernel_of(plan) == UNFUSED
 
 
 def cpu_takes(hidden_size: int, element_size: int) -> bool:
@@ -167,9 +174,85 @@ def cpu_is_two_shot(tokens: int, hidden_size: int, element_size: int, world_size
     return world_size > 2 and bytes_of_x > CPU_TWO_SHOT_BYTES
 
 
-def _own_kernel_cause(problem: Problem) -> str:
+@functools.lru_cache(maxsize=1024)
+def gpu_max_tokens(
+    kernel: str,
+    arch: str,
+    world_size: int,
+    dtype: torch.dtype,
+    hidden_size: int,
+    deterministic: bool,
+) -> int:
+    """Up to how many tokens, inclusive, a call runs on the GPU kernel; 0 for never.
+
+    Args:
+        kernel: What the plan was made for: "auto", or "fx_fusion", which takes every size.
+        arch: "sm_90".
+        world_size: Ranks in the group.
+        dtype: The reduced tensor's dtype.
+        hidden_size: Elements of the last dimension. With "auto" the row of the table for the
+            next larger size that was measured holds; beyond the largest there is none.
+        deterministic: The kernel adds up in rank order, so then it takes every size too.
+    """
+    if kernel not in ("auto", "fx_fusion") or not _gpu_takes(arch, world_size, hidden_size):
+        return 0
+    if kernel == "fx_fusion":
+        return sys.maxsize
+    if arch not in GPU_PROVEN:
+        return 0
+    if deterministic:
+        return sys.maxsize
+    name = str(dtype).removeprefix("torch.")
+    rows = [
+        row
+        for row in TABLE
+        if (row.kernel, row.arch, row.world_size, row.dtype)
+        == (GPU_ONE_SHOT, arch, world_size, name)
+        and row.hidden_size >= hidden_size
+    ]
+    return min(rows, key=lambda row: row.hidden_size).max_tokens if rows else 0
+
+
+def _gpu_takes(arch: str, world_size: int, hidden_size: int) -> bool:
+    """True if the GPU kernel can run at all; AMD waits for a passing run on record."""
+    number = arch.removeprefix("sm_")
+    return (
+        arch.startswith("sm_")
+        and number.isdecimal()
+        and int(number) >= 80
+        and gpu_layout.takes(hidden_size, world_size)
+    )
+
+
+def kernel_of(plan: str) -> str:
+    """The `kernel` setting that the op's `plan` argument was made with; "auto" without a plan."""
+    return plan.partition("-")[0] or "auto"
+
+
+def _gpu_cause(problem: Problem, kernel: str) -> str:
+    """Why the GPU kernel doesn't take this problem; "" if it does, if only for few tokens."""
+    if not _gpu_takes(problem.arch, problem.world_size, problem.hidden_size):
+        return f"there is no kernel for {problem.arch} and this size yet"
+    most = gpu_max_tokens(
+        kernel,
+        problem.arch,
+        problem.world_size,
+        problem.dtype,
+        problem.hidden_size,
+        problem.deterministic,
+    )
+    if most == 0:
+        return f"nothing was measured for {problem.arch} and this size"
+    if problem.tokens is not None and problem.tokens > most:
+        return f"the kernel was measured to be faster up to {most} tokens only"
+    return problem.local_cause
+
+
+def _own_kernel_cause(problem: Problem, kernel: str) -> str:
     """Why no kernel of ours takes this problem; "" if one does."""
-    if problem.arch != "cpu" or not CPU_KERNEL_READY:
+    if problem.arch != "cpu":
+        return _gpu_cause(problem, kernel)
+    if not CPU_KERNEL_READY:
         return f"there is no kernel for {problem.arch} yet"
     if not cpu_takes(problem.hidden_size, problem.dtype.itemsize):
         return f"a row of {problem.hidden_size} elements doesn't fit a slot"

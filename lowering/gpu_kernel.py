@@ -1,0 +1,208 @@
+"""Run a call on the GPU kernel: choose the variant, fill in the parameters, launch.
+
+Equal to the eager lines of `unfused.py`, with the sum over ranks in rank order in fp32. Reduced
+value and hidden state are bitwise equal to that, the norm is within one ulp (another order of
+adding up the squares). A row's bits depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, Final
+
+import torch
+
+from fx_fusion.lowering import gpu_build, gpu_driver
+from fx_fusion.lowering.arguments import Arguments, Results, result_dtypes
+from fx_fusion.lowering.gpu_layout import (
+    MAX_WORLD_SIZE,
+    Geometry,
+    geometry,
+    row_segments,
+    rows_per_launch,
+    vectors_of,
+)
+from fx_fusion.lowering.gpu_variant import bias_out_dtype, has_scale, variant_of
+from fx_fusion.lowering.gpu_workspace import GpuWorkspace
+
+#: `Params` of the kernel: what changes from call to call, what the hidden size gives, what the
+#: workspace gives. Pointers first in each part, so nothing is padded but as said here.
+_CALL: Final = struct.Struct("=10Q2i2f")
+_HIDDEN: Final = struct.Struct("=3if")
+_WORKSPACE: Final = struct.Struct(f"=iI4Q{MAX_WORLD_SIZE}Q")
+_ALIGNMENT: Final = 16
+
+
+class Launcher:
+    """One variant for one hidden size on one workspace, ready to launch."""
+
+    def __init__(self, arguments: Arguments, shape: Geometry, workspace: GpuWorkspace) -> None:
+        """Compile or fetch the variant, load it, and fill in what stays the same."""
+        x = arguments.x
+        hidden_size, width = x.shape[-1], x.element_size()
+        group, layout = workspace.group, workspace.layout
+        self._function = gpu_driver.Function(
+            gpu_build.machine_code(variant_of(arguments, shape), workspace.arch),
+            gpu_build.KERNEL_NAME,
+            threads=shape.threads,
+            cluster=shape.cluster,
+            programmatic=has_programmatic_launch(workspace.arch),
+            context=workspace.context,
+        )
+        # All clusters of a launch have to be on the GPU at once: they wait for the peers'.
+        capacity = self._function.clusters_at_once(workspace.multiprocessors)
+        if shape.cluster > 1:
+            capacity = min(capacity, self._function.device_clusters() // workspace.sharers)
+        self.capacity = max(1, capacity)
+        rank, own = group.rank(), workspace.addresses[group.rank()]
+        self._parameters = bytearray(_CALL.size + _HIDDEN.size + _WORKSPACE.size)
+        _HIDDEN.pack_into(
+            self._parameters,
+            _CALL.size,
+            hidden_size,
+            vectors_of(hidden_size, width),
+            row_segments(hidden_size, width),
+            1.0 / hidden_size,
+        )
+        buffers = [address + layout.buffers[width] for address in workspace.addresses]
+        _WORKSPACE.pack_into(
+            self._parameters,
+            _CALL.size + _HIDDEN.size,
+            rank,
+            (layout.states[4] - layout.states[2]) // 16
+            if width == 2
+            else (layout.control - layout.states[4]) // 16,
+            workspace.timeout_nanoseconds,
+            own + layout.states[width],
+            own + layout.control,
+            workspace.host_address,
+            *buffers,
+            *[0] * (MAX_WORLD_SIZE - len(buffers)),
+        )
+        self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
+        self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
+
+    def launch(
+        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
+    ) -> None:
+        """Put one launch into the stream; the workspace's lock is held."""
+        clusters = min(rows, self.capacity)
+        _CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
+        self._function.launch(clusters, stream, self._pointers)
+
+
+def has_programmatic_launch(arch: str) -> bool:
+    """True from sm_90 on: a kernel may start before the one ahead has ended; clusters."""
+    return int(arch.removeprefix("sm_")) >= 90
+
+
+def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
+    """Run one call on the kernel; results are new contiguous tensors.
+
+    Raises:
+        PeerTimeoutError: An earlier call failed, here or in a graph's replay.
+    """
+    workspace.check()
+    x = _aligned(arguments.x)
+    residual, weight, bias = (
+        None if value is None else _aligned(value)
+        for value in (arguments.residual, arguments.weight, arguments.bias)
+    )
+    results = _empty_results(arguments)
+    hidden_size, width = x.shape[-1], x.element_size()
+    rows = x.numel() // hidden_size
+    eps, eps_tensor = _scalar(arguments.eps, arguments.eps_tensor, torch.float32)
+    scale, scale_tensor = _scalar(
+        arguments.scale, arguments.scale_tensor, bias_out_dtype(arguments)
+    )
+    most = rows_per_launch(hidden_size, width, arguments.world_size)
+    if torch.cuda.current_device() != x.device.index:
+        with torch.cuda.device(x.device):
+            return run(arguments, workspace)
+    # (address, bytes from row to row) of what the launch reads and writes
+    arrays = (
+        (x.data_ptr(), hidden_size * width),
+        _array(residual, hidden_size),
+        _array(weight, 0),
+        _array(bias, 0),
+        _array(eps_tensor, 0),
+        _array(scale_tensor, 0),
+        _array(results.norm, hidden_size),
+        _array(results.residual, hidden_size),
+        _array(results.reduced, hidden_size),
+        _array(results.rstd, 1),
+    )
+    stream: int = torch._C._cuda_getCurrentRawStream(x.device.index)
+    with workspace.lock:
+        workspace.order(stream)
+        for first in range(0, rows, most):
+            count = min(most, rows - first)
+            launcher = _launcher(arguments, count, workspace)
+            pointers = tuple(address + first * stride for address, stride in arrays)
+            launcher.launch(pointers, count, eps, scale, stream)
+    return results
+
+
+def _launcher(arguments: Arguments, rows: int, workspace: GpuWorkspace) -> Launcher:
+    x = arguments.x
+    shape = geometry(
+        x.shape[-1],
+        x.element_size(),
+        arguments.world_size,
+        rows,
+        workspace.multiprocessors,
+        has_programmatic_launch(workspace.arch),
+    )
+    key = (
+        shape,
+        x.dtype,
+        x.shape[-1],
+        None if arguments.residual is None else arguments.residual.dtype,
+        None if arguments.weight is None else arguments.weight.dtype,
+        None if arguments.bias is None else arguments.bias.dtype,
+        has_scale(arguments),
+        arguments[10:19],  # from add_dtype to want_rstd
+    )
+    launcher: Launcher | None = workspace.launchers.get(key)
+    if launcher is None:
+        launcher = workspace.launchers[key] = Launcher(arguments, shape, workspace)
+    return launcher
+
+
+def _empty_results(arguments: Arguments) -> Results:
+    x = arguments.x
+    norm_dtype, hidden_dtype = result_dtypes(arguments)
+    shape = x.shape
+    return Results(
+        x.new_empty(shape if arguments.want_norm else (0,), dtype=norm_dtype),
+        x.new_empty(shape if arguments.want_residual else (0,), dtype=hidden_dtype),
+        x.new_empty(shape if arguments.want_reduced else (0,)),
+        x.new_empty((*shape[:-1], 1) if arguments.want_rstd else (0,), dtype=torch.float32),
+    )
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it isn't contiguous or doesn't begin at a multiple of 16 bytes.
+
+    Layout is a local fact, so it may cost a copy but may not choose another path.
+    """
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def _array(tensor: torch.Tensor | None, row: int) -> tuple[int, int]:
+    if tensor is None or tensor.numel() == 0:
+        return 0, 0
+    return tensor.data_ptr(), row * tensor.element_size()
+
+
+def _scalar(
+    number: float, tensor: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[float, torch.Tensor | None]:
+    """A scalar as torch's kernels take it: a CPU tensor by value, a GPU tensor in `dtype`."""
+    if tensor is None:
+        return number, None
+    if tensor.device.type == "cpu":
+        return float(tensor.item()), None
+    return 0.0, tensor.to(dtype).to(torch.float32)

@@ -1,0 +1,310 @@
+"""The GPU memory that a group's ranks share for the kernel: made once, never moved.
+
+Made at the first op of a group outside of graph capture, or by `fx_fusion.prepare`, over torch's
+symmetric memory, with the only collectives of its life. If a rank can't make it, no rank does:
+all take the unfused path from then on, and one WARNING says which rank and why.
+
+`gpu_layout` gives its size. Its addresses are baked into captured graphs, so it lives as long
+as its process group, or until it is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from fx_fusion.errors import CaptureError, PeerTimeoutError
+from fx_fusion.lowering import gpu_build, gpu_driver
+from fx_fusion.lowering.agreement import CANNOT, agree
+from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE, Layout, layout
+
+log = logging.getLogger(__name__)
+
+#: How long a call waits for its peers where the group doesn't say, in seconds.
+DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+#: Lets ranks share a GPU, for tests.
+_OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+#: `Cause` of the kernel.
+_TIMED_OUT: Final = 1
+_HOST_WORDS: Final = 1 + MAX_WORLD_SIZE
+
+
+@dataclass
+class GpuWorkspace:
+    """The shared memory as this rank sees it; `refusal` says why there is none.
+
+    Attributes:
+        group: Whose it is.
+        device: The GPU.
+        refusal: Why calls take the unfused path, "" if they don't; equal on all ranks.
+        arch: "sm_90".
+        multiprocessors: Those a rank may fill: the least of all ranks', divided by the ranks
+            that share the GPU.
+        sharers: The most ranks that share a GPU.
+        addresses: Of every rank's memory as mapped here, in rank order.
+        lock: Held while a call is put into its stream, so that all of them are ordered.
+        launchers: What `gpu_kernel` keeps of the variants in use.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    refusal: str = ""
+    arch: str = ""
+    multiprocessors: int = 0
+    sharers: int = 1
+    addresses: tuple[int, ...] = ()
+    timeout_nanoseconds: int = 0
+    context: ctypes.c_void_p = field(default_factory=ctypes.c_void_p)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    launchers: dict[Any, Any] = field(default_factory=dict)
+    _memory: torch.Tensor | None = None
+    _handle: Any = None
+    _host: torch.Tensor | None = None
+    _host_words: Any = None
+    _last_stream: int = -1
+    _last_stream_object: Any = None
+
+    @property
+    def usable(self) -> bool:
+        """True if calls of this group run on the kernel, on every rank."""
+        return not self.refusal
+
+    @property
+    def layout(self) -> Layout:
+        """Where things are in a rank's memory."""
+        return layout(self.group.size())
+
+    @property
+    def host_address(self) -> int:
+        """Of the host memory in which the kernel says what went wrong."""
+        assert self._host is not None
+        return self._host.data_ptr()
+
+    def check(self) -> None:
+        """Raise PeerTimeoutError if an earlier call failed; costs one read of host memory."""
+        if self._host_words[0]:
+            raise self._error()
+
+    def _error(self) -> PeerTimeoutError:
+        name = self.group.group_name
+        if self._host_words[0] == _TIMED_OUT:
+            missing = [str(r) for r in range(self.group.size()) if self._host_words[1 + r]]
+            what = (
+                f"rank {', '.join(missing) or '?'} did not come to a call within"
+                f" {self.timeout_nanoseconds / 1e9:.0f} s"
+            )
+        else:
+            what = "two calls overlapped, because nothing ordered their streams or graphs"
+        return PeerTimeoutError(
+            f"all_reduce_add_rms_norm of group {name!r} on {self.device}: {what}. Results since"
+            " then are not valid (NaN after a timeout) and the group can't go on; destroy it"
+            " and start the ranks again."
+        )
+
+    def order(self, stream: int) -> None:
+        """Make calls that come on another stream than the last one wait for it.
+
+        Within one capture that is an edge of the graph. Between a graph's replays and other
+        work the order is the caller's; the kernel detects an overlap.
+        """
+        if stream == self._last_stream:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._last_stream_object is not None:
+            capturing = gpu_driver.is_capturing(stream)
+            if capturing == gpu_driver.is_capturing(self._last_stream):
+                event = cast(Any, torch.cuda).Event()
+                event.record(self._last_stream_object)
+                current.wait_event(event)
+        self._last_stream, self._last_stream_object = stream, current
+
+    def close(self) -> None:
+        """Give the memory up. Collective; graphs that were captured may not be replayed."""
+        if self._memory is None:
+            return
+        torch.cuda.synchronize(self.device)
+        agree(self.group, {}, equal=())  # no rank unmaps what another still writes to
+        self.refusal = "the workspace was closed"
+        self.launchers.clear()
+        self._memory = self._handle = None
+
+
+_workspaces: dict[tuple[str, int], GpuWorkspace] = {}
+_making: Final = threading.Lock()
+
+
+def gpu_workspace(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
+    """The workspace of a group on a device. Made on first use, which is collective.
+
+    Keyed by the group itself: a name is used again after destroy and init.
+
+    Raises:
+        CaptureError: It isn't made yet, and a graph is being captured.
+        PlanMismatchError: The ranks disagree about sources or versions.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    key = (group.group_name, index)
+    known = _workspaces.get(key)
+    if known is not None and known.group is group:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"The first fused call of group {group.group_name!r} came while a CUDA graph was"
+            " being captured, where its memory can't be made; call"
+            " fx_fusion.prepare(group) on every rank before the capture."
+        )
+    with _making:
+        made = _in_thread(group, torch.device("cuda", index))
+    _workspaces[key] = made
+    if made.refusal and group.rank() == 0:
+        log.warning(
+            "fx_fusion: group %s takes the unfused path on all ranks: %s",
+            group.group_name,
+            made.refusal,
+        )
+    return made
+
+
+def _in_thread(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
+    """Make it in a thread of its own: memory pools of graphs are routed to by thread."""
+    results: list[GpuWorkspace] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(device):
+                results.append(_make(group, device))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="fx_fusion workspace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
+    if torch.version.hip:
+        # No passing run on such a machine is on record, so the kernel is off there.
+        return GpuWorkspace(group, device, "the GPU kernel has not been run on AMD GPUs yet")
+    if not 2 <= group.size() <= MAX_WORLD_SIZE:
+        return GpuWorkspace(
+            group, device, f"the kernel takes 2 to {MAX_WORLD_SIZE} ranks, not {group.size()}"
+        )
+    facts = _facts(group, device)
+    agreement = agree(group, facts, equal=("source", "nvrtc", "torch", "bytes"))
+    refusal = agreement.refusal or _differences(agreement.facts)
+    if refusal:
+        return GpuWorkspace(group, device, refusal)
+    devices = [(other["host"], other["uuid"]) for other in agreement.facts]
+    sharers = max(devices.count(one) for one in devices)
+    if sharers > 1 and os.environ.get(_OVERLAPPING) != "1":
+        return GpuWorkspace(
+            group, device, f"{sharers} ranks share a GPU ({_OVERLAPPING}=1 allows it)"
+        )
+    workspace = GpuWorkspace(
+        group,
+        device,
+        arch=facts["arch"],
+        multiprocessors=agreement.smallest("multiprocessors") // sharers,
+        sharers=sharers,
+        timeout_nanoseconds=int(_timeout_seconds(group, device) * 1e9),
+    )
+    cause = ""
+    try:
+        _share(workspace)
+    except Exception as error:  # whatever torch raises, the other ranks have to hear of it
+        cause = f"sharing memory failed: {_first_line(error)}"
+    # Every rank's memory is filled before any rank goes on.
+    shared = agree(group, {CANNOT: cause}, equal=())
+    if shared.refusal:
+        return GpuWorkspace(group, device, shared.refusal)
+    return workspace
+
+
+def _facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """What this rank brings; `cannot` says what it lacks."""
+    properties = torch.cuda.get_device_properties(device)
+    facts: dict[str, Any] = {
+        "host": _host(),
+        "uuid": str(properties.uuid),
+        "arch": f"sm_{properties.major}{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "torch": str(torch.__version__),
+        "bytes": layout(group.size()).total,
+        "source": gpu_build.source_hash(),
+        "nvrtc": "",
+    }
+    try:
+        gpu_driver.current_context()
+        facts["nvrtc"] = gpu_build.nvrtc_version()
+        if properties.major < 8:
+            facts[CANNOT] = f"the kernel needs sm_80 or newer, not {facts['arch']}"
+    except (gpu_build.BuildError, gpu_driver.DriverError) as error:
+        facts[CANNOT] = _first_line(error)
+    return facts
+
+
+def _differences(facts: tuple[Any, ...]) -> str:
+    """Why ranks that all can take part still can't together; "" if they can."""
+    for name, what in (("host", "hosts"), ("arch", "kinds of GPU")):
+        count = len({other[name] for other in facts})
+        if count > 1:
+            return f"its ranks are on {count} {what}"
+    return ""
+
+
+def _share(workspace: GpuWorkspace) -> None:
+    """Allocate, exchange handles, and mark everything as not arrived."""
+    group, device = workspace.group, workspace.device
+    sizes = layout(group.size())
+    torch.cuda.current_stream(device).synchronize()
+    workspace.context = gpu_driver.current_context()
+    # A dedicated allocation: addresses and signal pad are this group's alone.
+    memory: torch.Tensor = cast(Any, symmetric_memory)._SymmetricMemory.empty_strided_p2p(
+        (sizes.total,), (1,), torch.uint8, device
+    )
+    handle = cast(Any, symmetric_memory).rendezvous(memory, group.group_name)
+    offset = int(getattr(handle, "offset", 0))
+    memory.zero_()
+    memory[: sizes.buffers[4]].view(torch.int16).fill_(-0x8000)
+    memory[sizes.buffers[4] : sizes.states[2]].view(torch.int32).fill_(-0x80000000)
+    host = torch.zeros(_HOST_WORDS, dtype=torch.int32, pin_memory=True)
+    torch.cuda.synchronize(device)
+    workspace.addresses = tuple(int(p) + offset for p in handle.buffer_ptrs)
+    workspace._memory, workspace._handle, workspace._host = memory, handle, host
+    workspace._host_words = (ctypes.c_int32 * _HOST_WORDS).from_address(host.data_ptr())
+
+
+def _timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long the group's own collectives wait for a rank."""
+    try:
+        backend = cast(Any, group)._get_backend(device)
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return DEFAULT_TIMEOUT_SECONDS
+
+
+def _host() -> str:
+    """What tells one running host from another, containers of it included."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -41,10 +41,12 @@ TORCH_FREE = frozenset(
     f"fx_fusion{name}"
     for name in ("", ".passes", ".lowering", ".errors", ".report", ".report_text", ".settings")
 )
-#: What the graph side may know of the hardware side: the op, the decision, the norm as data,
-#: and the name of a device's architecture. Never a kernel, never a workspace.
+#: What may be known of the hardware side elsewhere: the op, the decision, the norm as data, the
+#: name of a device's architecture, and how Inductor is told of the op. Never a kernel, never a
+#: workspace.
 DOORS = frozenset(
-    f"fx_fusion.lowering.{name}" for name in ("arch", "norm_form", "ops", "select")
+    f"fx_fusion.lowering{name}"
+    for name in ("", ".arch", ".inductor", ".norm_form", ".ops", ".select")
 )
 
 MAX_LINES = 400
@@ -249,17 +251,19 @@ def test_no_tracked_file_holds_a_path_of_somebody_s_machine() -> None:
 
 def branches_on_torch_version(tree: ast.AST) -> bool:
     """Whether torch's version is compared or parsed; to print it or hash it is no branch."""
-    decisions = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare)
-        or (
-            isinstance(node, ast.Call) and re.search("[vV]ersion|parse", ast.unparse(node.func))
-        )
-    ]
+
+    def decides(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            return (
+                re.search("version|parse", ast.unparse(node.func).lower().split(".")[-1])
+                is not None
+            )
+        return isinstance(node, ast.Compare)
+
     return any(
         ast.unparse(inner) == "torch.__version__"
-        for node in decisions
+        for node in ast.walk(tree)
+        if decides(node)
         for inner in ast.walk(node)
     )
 

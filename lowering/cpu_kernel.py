@@ -13,7 +13,7 @@ order of adding up the squares).
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -68,73 +68,140 @@ class _Call(ctypes.Structure):
     )
 
 
+class BoundCall:
+    """A call of the kernel whose constants are filled in; called with the tensors of a site.
+
+    Dtypes and hidden size are taken from the arguments it is made with; the number of tokens
+    may differ from call to call.
+    """
+
+    def __init__(self, arguments: Arguments, workspace: CpuWorkspace) -> None:
+        """Fill in what doesn't change."""
+        self._workspace = workspace
+        self._world_size = arguments.world_size
+        self._hidden_size = int(arguments.x.shape[-1])
+        self._element_size = arguments.x.element_size()
+        self._tokens = -1
+        self._eps, self._scale = arguments.eps, arguments.scale
+        norm_dtype, hidden_dtype = result_dtypes(arguments)
+        self._norm_dtype = norm_dtype if arguments.want_norm else None
+        self._hidden_dtype = hidden_dtype if arguments.want_residual else None
+        self._reduced_dtype = arguments.x.dtype if arguments.want_reduced else None
+        self._wants_rstd = arguments.want_rstd
+        self._empty = (
+            arguments.x.new_empty(0, dtype=norm_dtype),
+            arguments.x.new_empty(0, dtype=hidden_dtype),
+            arguments.x.new_empty(0),
+            arguments.x.new_empty(0, dtype=torch.float32),
+        )
+        self._call = _Call(hidden=self._hidden_size, **_codes(arguments))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps_tensor: torch.Tensor | None,
+        scale_tensor: torch.Tensor | None,
+    ) -> Results:
+        """Run one site over the group's shared memory; results are new contiguous tensors."""
+        call = self._call
+        x, call.x = _readable(x)
+        residual, call.residual = _readable(residual)
+        weight, call.weight = _readable(weight)
+        bias, call.bias = _readable(bias)
+        shape = x.shape
+        norm = self._output(x, shape, self._norm_dtype, 0)
+        hidden = self._output(x, shape, self._hidden_dtype, 1)
+        reduced = self._output(x, shape, self._reduced_dtype, 2)
+        rstd_dtype = torch.float32 if self._wants_rstd else None
+        rstd = self._output(x, (*shape[:-1], 1), rstd_dtype, 3)
+        call.norm = None if self._norm_dtype is None else norm.data_ptr()
+        call.residual_out = None if self._hidden_dtype is None else hidden.data_ptr()
+        call.reduced = None if self._reduced_dtype is None else reduced.data_ptr()
+        call.rstd = rstd.data_ptr() if self._wants_rstd else None
+        # reading a 0-d CPU tensor costs nothing
+        call.eps = self._eps if eps_tensor is None else float(eps_tensor.item())
+        call.scale = self._scale if scale_tensor is None else float(scale_tensor.item())
+        call.has_scale = call.scale != 1.0
+        elements = x.numel()
+        if elements != self._tokens * self._hidden_size:
+            self._set_tokens(elements // self._hidden_size)
+        self._workspace.call(call)
+        return Results(norm, hidden, reduced, rstd)
+
+    def run_arguments(self, arguments: Arguments) -> Results:
+        """`run` with the tensors of these arguments."""
+        return self.run(
+            arguments.x,
+            arguments.residual,
+            arguments.weight,
+            arguments.bias,
+            arguments.eps_tensor,
+            arguments.scale_tensor,
+        )
+
+    def _output(
+        self,
+        x: torch.Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        index: int,
+    ) -> torch.Tensor:
+        """A new result, or where it isn't wanted an empty one that all calls share."""
+        return self._empty[index] if dtype is None else x.new_empty(shape, dtype=dtype)
+
+    def _set_tokens(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._call.tokens = tokens
+        parallel = tokens * self._hidden_size >= PARALLEL_ELEMENTS
+        self._call.threads = torch.get_num_threads() if parallel else 1
+        self._call.two_shot = cpu_is_two_shot(
+            tokens, self._hidden_size, self._element_size, self._world_size
+        )
+
+
 def run(arguments: Arguments, workspace: CpuWorkspace) -> Results:
-    """Run one site over the group's shared memory; results are new contiguous tensors."""
-    x = arguments.x.contiguous()
-    hidden_size = x.shape[-1]
-    tokens = x.numel() // hidden_size
-    norm_dtype, hidden_dtype = result_dtypes(arguments)
-    results = Results(
-        x.new_empty(x.shape if arguments.want_norm else (0,), dtype=norm_dtype),
-        x.new_empty(x.shape if arguments.want_residual else (0,), dtype=hidden_dtype),
-        x.new_empty(x.shape if arguments.want_reduced else (0,)),
-        x.new_empty((*x.shape[:-1], 1) if arguments.want_rstd else (0,), dtype=torch.float32),
-    )
-    if tokens == 0:
-        return results
-    residual, weight, bias = (
-        None if value is None else value.contiguous()
-        for value in (arguments.residual, arguments.weight, arguments.bias)
-    )
-    scale = _number(arguments.scale_tensor, arguments.scale)
-    cast = arguments.add_dtype or x.dtype
+    """Run one site from the op's arguments; see `BoundCall`."""
+    return BoundCall(arguments, workspace).run_arguments(arguments)
+
+
+def _codes(arguments: Arguments) -> dict[str, int]:
+    """The dtypes and forms of a call as the kernel's numbers, step by step."""
+    cast = arguments.add_dtype or arguments.x.dtype
+    bias, weight = arguments.bias, arguments.weight
     with_bias = cast if bias is None else torch.promote_types(cast, bias.dtype)
     before_weight = arguments.norm_dtype or torch.float32
     product = before_weight
     if weight is not None:
         factor = torch.float32 if arguments.weight_form == "1+w" else weight.dtype
         product = torch.promote_types(before_weight, factor)
-    call = _Call(
-        x=x.data_ptr(),
-        residual=_pointer(residual),
-        weight=_pointer(weight),
-        bias=_pointer(bias),
-        norm=_pointer(results.norm if arguments.want_norm else None),
-        residual_out=_pointer(results.residual if arguments.want_residual else None),
-        reduced=_pointer(results.reduced if arguments.want_reduced else None),
-        rstd=_pointer(results.rstd if arguments.want_rstd else None),
-        tokens=tokens,
-        hidden=hidden_size,
-        eps=_number(arguments.eps_tensor, arguments.eps),
-        scale=scale,
-        has_scale=scale != 1.0,
-        x_dtype=_DTYPES[x.dtype],
-        residual_dtype=_code(residual),
-        weight_dtype=_code(weight),
-        bias_dtype=_code(bias),
-        cast_dtype=_DTYPES[cast],
-        bias_out_dtype=_DTYPES[with_bias],
-        hidden_dtype=_DTYPES[hidden_dtype],
-        norm_dtype=_DTYPES[before_weight],
-        product_dtype=_DTYPES[product],
-        out_dtype=_DTYPES[norm_dtype],
-        weight_form=_WEIGHT_FORMS[arguments.weight_form],
-        reciprocal=_RECIPROCALS[arguments.reciprocal],
-        threads=torch.get_num_threads() if x.numel() >= PARALLEL_ELEMENTS else 1,
-        two_shot=cpu_is_two_shot(tokens, hidden_size, x.element_size(), arguments.world_size),
-    )
-    workspace.call(call)
-    return results
+    norm_dtype, hidden_dtype = result_dtypes(arguments)
+    return {
+        "x_dtype": _DTYPES[arguments.x.dtype],
+        "residual_dtype": _code(arguments.residual),
+        "weight_dtype": _code(weight),
+        "bias_dtype": _code(bias),
+        "cast_dtype": _DTYPES[cast],
+        "bias_out_dtype": _DTYPES[with_bias],
+        "hidden_dtype": _DTYPES[hidden_dtype],
+        "norm_dtype": _DTYPES[before_weight],
+        "product_dtype": _DTYPES[product],
+        "out_dtype": _DTYPES[norm_dtype],
+        "weight_form": _WEIGHT_FORMS[arguments.weight_form],
+        "reciprocal": _RECIPROCALS[arguments.reciprocal],
+    }
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _readable(tensor: Any) -> tuple[Any, int | None]:
+    """The tensor as contiguous memory and its address; None for None."""
+    if tensor is None:
+        return None, None
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor, tensor.data_ptr()
 
 
 def _code(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else _DTYPES[tensor.dtype]
-
-
-def _number(tensor: torch.Tensor | None, number: float) -> float:
-    """A scalar's value; reading a CPU tensor costs nothing."""
-    return number if tensor is None else float(tensor.item())

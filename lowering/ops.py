@@ -25,12 +25,11 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from fx_fusion.errors import GradientError, GroupError, WorldSizeError
+from fx_fusion.errors import GradientError
 from fx_fusion.lowering import dispatch
 from fx_fusion.lowering.arguments import Arguments, Results, check, result_dtypes
+from fx_fusion.lowering.groups import checked_group
 
 NAME: Final = "all_reduce_add_rms_norm"
 SCHEMA: Final = (
@@ -43,8 +42,7 @@ SCHEMA: Final = (
     " -> (Tensor norm, Tensor residual, Tensor reduced, Tensor rstd)"
 )
 
-# torch leaves these untyped.
-_c10d: Final = cast(Any, distributed_c10d)
+# torch leaves it untyped.
 _torch_library: Final = cast(Any, torch.library)
 
 
@@ -52,27 +50,8 @@ def _run(*args: Any, **kwargs: Any) -> Results:
     """The real implementation, on every device."""
     arguments = Arguments(*args, **kwargs)
     check(arguments)
-    group = _checked_group(arguments.group_name, arguments.world_size)
+    group = checked_group(arguments.group_name, arguments.world_size)
     return dispatch.run(arguments, group)
-
-
-def _checked_group(group_name: str, world_size: int) -> dist.ProcessGroup:
-    """The group of this name; raises unless the group exists and has the size that was compiled in."""
-    try:
-        group = _c10d._resolve_process_group(group_name)
-    except (RuntimeError, ValueError) as error:
-        raise GroupError(
-            f"There is no process group {group_name!r} in this process; create it"
-            " (torch.distributed.init_process_group or new_group) before running the graph,"
-            " or call torch._dynamo.reset() and compile again if its name changed."
-        ) from error
-    if group.size() != world_size:
-        raise WorldSizeError(
-            f"The graph was compiled for a group of {world_size} ranks, but process group"
-            f" {group_name!r} now has {group.size()}; call torch._dynamo.reset() and compile"
-            " again."
-        )
-    return cast(dist.ProcessGroup, group)
 
 
 def _fake(*args: Any, **kwargs: Any) -> Results:

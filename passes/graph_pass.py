@@ -51,6 +51,7 @@ class FusionPass(compat.InferenceAwarePass):
             graph: A post-grad graph.
             is_inference: Whether no backward graph belongs to it; None if unknown (torch 2.11).
         """
+        _register_lowering()
         before = _traced_text(graph)
         report = self._fused_or_restored(graph, compat.graph_kind(is_inference))
         report = dataclasses.replace(report, notes=(*report.notes, *_caching_notes()))
@@ -196,6 +197,13 @@ def _never_raising() -> Iterator[None]:
         yield
     except Exception:
         log.warning("fx_fusion can't write its trace; please report this", exc_info=True)
+
+
+def _register_lowering() -> None:
+    """Tell Inductor how to lower the op; on first use, as it loads all of Inductor."""
+    from fx_fusion.lowering import inductor
+
+    inductor.register()
 
 
 @functools.cache

@@ -1,0 +1,229 @@
+"""The CPU kernel against what a user has without it, side by side in one run.
+
+    python -m fx_fusion.bench.cpu --world-size 2 --csv cpu.csv
+
+Four ways through one site (all_reduce + residual add + RMSNorm), each as a compiled function:
+
+* fused: our kernel over shared memory;
+* inductor: the group's own all_reduce over gloo, add and norm compiled by Inductor;
+* eager: the same, uncompiled;
+* transport: our own all_reduce over shared memory, then add and norm compiled by Inductor.
+  What fused gains over it comes from fusing, the rest from the transport.
+
+The ways take turns, round by round, so that what else the machine does falls on all alike. A
+figure is the median over rounds of the mean time of a call in the round, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+
+from fx_fusion.testing import spawn
+
+WAYS: Final = ("fused", "inductor", "eager", "transport")
+TOKENS: Final = (1, 8, 64, 512)
+HIDDEN_SIZES: Final = (2880, 4096, 8192)
+#: What a round is meant to take, in seconds, for each way.
+ROUND_SECONDS: Final = 0.02
+_Site = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell: the time of a call in microseconds for each way, and the spread of fused.
+
+    `fused_low` and `fused_high` are the quartiles over rounds; `speed_up` is inductor / fused.
+    """
+
+    world_size: int
+    dtype: str
+    tokens: int
+    hidden: int
+    fused: float
+    inductor: float
+    eager: float
+    transport: float
+    fused_low: float
+    fused_high: float
+    speed_up: float
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark and print its table; see `--help` for the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fx_fusion.bench.cpu", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--dtype", default="bfloat16", help="a torch dtype (bfloat16)")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--hidden", default=",".join(map(str, HIDDEN_SIZES)))
+    parser.add_argument("--rounds", type=int, default=15, help="rounds a cell (default 15)")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
+    options = parser.parse_args(argv)
+    cells = [
+        (int(tokens), int(hidden))
+        for hidden in options.hidden.split(",")
+        for tokens in options.tokens.split(",")
+    ]
+    results = spawn(
+        measure,
+        options.world_size,
+        timeout=60 + 60 * len(cells),
+        args=(cells, options.dtype, options.rounds),
+    )
+    rows = [
+        _row(options.world_size, options.dtype, cell, [result[index] for result in results])
+        for index, cell in enumerate(cells)
+    ]
+    if options.csv:
+        _write(options.csv, rows)
+    _print(rows, options)
+
+
+def measure(
+    rank: int, world_size: int, cells: list[tuple[int, int]], dtype: str, rounds: int
+) -> list[dict[str, list[float]]]:
+    """On one rank: for each cell and way, the mean microseconds of a call in each round."""
+    torch.set_num_threads(max(1, (torch.get_num_threads() or 1)))
+    measured = []
+    for tokens, hidden in cells:
+        torch._dynamo.reset()
+        shape = (tokens, hidden)
+        generator = torch.Generator().manual_seed(rank)
+        x, residual = (
+            torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in range(2)
+        )
+        weight = torch.ones(hidden, dtype=x.dtype)
+        ways = _ways(hidden, world_size)
+        with torch.no_grad():
+            measured.append(_rounds(ways, (x, residual, weight), rounds))
+    return measured
+
+
+def _ways(hidden: int, world_size: int) -> dict[str, _Site]:
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    assert group is not None
+
+    def add_norm(
+        reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        h = residual + reduced
+        return torch.nn.functional.rms_norm(h, (hidden,), weight, 1e-6), h
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        reduced = cast(Any, funcol).all_reduce(x, "sum", group)
+        return add_norm(reduced, residual, weight)
+
+    op = torch.ops.fx_fusion.all_reduce_add_rms_norm
+
+    def transport(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        _, _, reduced, _ = op(
+            x,
+            None,
+            None,
+            None,
+            1e-6,
+            group.group_name,
+            world_size,
+            weight_form="none",
+            want_norm=False,
+            want_reduced=True,
+        )
+        return add_norm(reduced, residual, weight)
+
+    return {
+        "fused": torch.compile(site, backend="fx_fusion"),
+        "inductor": torch.compile(site, backend="inductor"),
+        "eager": site,
+        "transport": torch.compile(transport, backend="fx_fusion"),
+    }
+
+
+def _rounds(
+    ways: dict[str, _Site], inputs: tuple[torch.Tensor, ...], rounds: int
+) -> dict[str, list[float]]:
+    calls = {}
+    for name, way in ways.items():
+        for _ in range(3):
+            way(*inputs)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(5):
+            way(*inputs)
+        once = torch.tensor((time.perf_counter() - start) / 5)
+        dist.all_reduce(once, dist.ReduceOp.MAX)  # the same number of calls on all ranks
+        calls[name] = max(3, min(500, int(ROUND_SECONDS / float(once))))
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                way(*inputs)
+            seen[name].append((time.perf_counter() - start) / calls[name] * 1e6)
+    return seen
+
+
+def _row(
+    world_size: int, dtype: str, cell: tuple[int, int], ranks: list[dict[str, list[float]]]
+) -> Row:
+    slowest = {
+        name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in WAYS
+    }
+    middle = {name: statistics.median(values) for name, values in slowest.items()}
+    low, _, high = statistics.quantiles(slowest["fused"], n=4)
+    return Row(
+        world_size,
+        dtype,
+        *cell,
+        **{name: round(value, 1) for name, value in middle.items()},
+        fused_low=round(low, 1),
+        fused_high=round(high, 1),
+        speed_up=round(middle["inductor"] / middle["fused"], 2),
+    )
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def _print(rows: list[Row], options: argparse.Namespace) -> None:
+    out = sys.stdout
+    out.write(
+        f"microseconds a call, {options.world_size} ranks, {options.dtype}, torch"
+        f" {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()};"
+        f" median of {options.rounds} rounds, the slowest rank's\n"
+    )
+    out.write(f"{'tokens x hidden':>16}" + "".join(f"{name:>11}" for name in WAYS))
+    out.write(f"{'quartiles of fused':>21}{'inductor/fused':>16}\n")
+    for row in rows:
+        cell = f"{row.tokens} x {row.hidden}"
+        times = "".join(f"{getattr(row, name):>11.1f}" for name in WAYS)
+        spread = f"{row.fused_low:.1f} .. {row.fused_high:.1f}"
+        out.write(f"{cell:>16}{times}{spread:>21}{row.speed_up:>15.2f}x\n")
+
+
+if __name__ == "__main__":
+    main()

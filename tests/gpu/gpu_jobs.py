@@ -1,0 +1,372 @@
+"""What the ranks of the GPU tests run; each returns a list of what was wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_support import (
+    BF16,
+    FORMS,
+    FP32,
+    OWN_KERNEL,
+    Differences,
+    Form,
+    arguments_of,
+    build_all,
+    call,
+    expected_of,
+    parts_of,
+    random_tensor,
+    tokens_for,
+    workspace_of,
+)
+
+from fx_fusion.errors import CaptureError, PeerTimeoutError
+from fx_fusion.lowering import gpu_workspace
+from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.reference import fp64_oracle
+
+#: torch leaves parts of it untyped.
+cuda: Any = torch.cuda
+
+
+def one_call(
+    form: Form, tokens: int, seed: int, rank: int, world_size: int, name: str
+) -> tuple[Arguments, Results, list[torch.Tensor]]:
+    parts = parts_of(form, tokens, seed, world_size)
+    arguments = arguments_of(form, parts[rank], seed, world_size, name)
+    return arguments, call(arguments), parts
+
+
+def world_name() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return str(group.group_name)
+
+
+def delay(choice: random.Random, rank: int, world_size: int) -> None:
+    """Now and then one rank comes late, on the host or on the device."""
+    late, how = choice.randrange(world_size), choice.random()
+    if rank == late and how < 0.1:
+        cuda._sleep(choice.randrange(100_000, 2_000_000))
+    elif rank == late and how < 0.2:
+        time.sleep(0.001)
+
+
+def mixed_calls(rank: int, world_size: int, seed: int, calls: int) -> list[str]:
+    """Calls of mixed tokens, hidden sizes, dtypes and forms, ranks out of step."""
+    workspace = workspace_of()
+    build_all(FORMS, workspace, rank, world_size)
+    choice, differences = random.Random(seed), Differences()
+    for number in range(calls):
+        form = choice.choice(FORMS)
+        tokens = tokens_for(form, choice)
+        delay(choice, rank, world_size)
+        arguments, given, parts = one_call(
+            form, tokens, seed + number, rank, world_size, world_name()
+        )
+        differences.compare(
+            f"call {number}, {tokens} tokens, {form}",
+            given,
+            arguments,
+            expected_of(parts, arguments),
+        )
+    workspace.check()
+    return differences.lines()
+
+
+def back_to_back(rank: int, world_size: int, seed: int, calls: int) -> list[str]:
+    """The same without anything in between: inputs are made before, compared after."""
+    workspace_of()
+    choice, differences = random.Random(seed), Differences()
+    jobs = []
+    for number in range(calls):
+        form = choice.choice([f for f in FORMS if f.hidden <= 8192])
+        tokens = choice.choice((1, 3, 8, 64))
+        parts = parts_of(form, tokens, seed + number, world_size)
+        arguments = arguments_of(form, parts[rank], seed + number, world_size, world_name())
+        jobs.append((f"{number}, {tokens} tokens, {form}", arguments, parts))
+    results = [call(arguments) for _, arguments, _ in jobs]
+    for (name, arguments, parts), given in zip(jobs, results, strict=True):
+        differences.compare(name, given, arguments, expected_of(parts, arguments))
+    return differences.lines()
+
+
+def rows_do_not_depend_on_the_batch(rank: int, world_size: int) -> list[str]:
+    failed = []
+    for form in (FORMS[0], FORMS[2], FORMS[9], FORMS[4]):
+        arguments, whole, _ = one_call(form, 128, 7, rank, world_size, world_name())
+        for rows in (slice(0, 1), slice(77, 80), slice(64, 128)):
+            residual = arguments.residual
+            part = arguments._replace(
+                x=arguments.x[rows], residual=None if residual is None else residual[rows]
+            )
+            for name, one, two in zip(Results._fields, call(part), whole, strict=True):
+                if one.numel() and not torch.equal(one, two[rows]):
+                    failed.append(f"{form} rows {rows}: {name}")
+    return failed
+
+
+def all_ranks_get_the_same_bits(rank: int, world_size: int) -> list[str]:
+    _, given, _ = one_call(FORMS[0], 65, 11, rank, world_size, world_name())
+    mine = given.norm.view(torch.int16).cpu()
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine)
+    return [f"rank {r}" for r, other in enumerate(gathered) if not torch.equal(other, mine)]
+
+
+def near_the_exact_answer(rank: int, world_size: int) -> list[str]:
+    failed = []
+    for form in FORMS:
+        arguments, given, parts = one_call(form, 8, 13, rank, world_size, world_name())
+        exact = fp64_oracle(parts, arguments)
+        unit = max(torch.finfo(given.norm.dtype).eps, torch.finfo(form.x).eps)
+        if arguments.norm_dtype is not None:
+            unit = max(unit, torch.finfo(arguments.norm_dtype).eps)
+        if form.residual is not None:
+            unit = max(unit, torch.finfo(form.residual).eps)
+        if arguments.add_dtype is not None:
+            unit = max(unit, torch.finfo(arguments.add_dtype).eps)
+        off = (given.norm.double() - exact.norm).abs().amax(-1)
+        size = exact.norm.abs().amax(-1)
+        if not bool((off <= 6 * unit * size).all()):
+            failed.append(f"{form}: {float((off / size / unit).max()):.1f} units")
+    return failed
+
+
+def odd_layouts(rank: int, world_size: int) -> list[str]:
+    """One rank's x isn't aligned, another's isn't contiguous; the path is the same."""
+    differences = Differences()
+    form = FORMS[0]
+    for number in range(4):
+        parts = parts_of(form, 5, 900 + number, world_size)
+        arguments = arguments_of(form, parts[rank], 900 + number, world_size, world_name())
+        expected = expected_of(parts, arguments)
+        x = arguments.x
+        if rank == number % world_size:
+            room = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
+            x = room[1:].view(x.shape).copy_(x)
+        elif rank == (number + 1) % world_size:
+            x = x.t().contiguous().t()
+        three = arguments._replace(
+            x=x, eps_tensor=torch.tensor(1e-6), scale_tensor=torch.tensor(1.0, device="cuda")
+        )
+        differences.compare(f"call {number}", call(three), three, expected)
+    empty = arguments._replace(x=x[:0], residual=x[:0])
+    if call(empty).norm.shape != (0, form.hidden):
+        return ["no tokens"]
+    return differences.lines()
+
+
+def two_streams(rank: int, world_size: int) -> list[str]:
+    """Calls that come from two streams in turn run in the order in which they came."""
+    streams = [cuda.Stream(), cuda.Stream()]
+    differences = Differences()
+    jobs = []
+    for number in range(40):
+        parts = parts_of(FORMS[0], 8, 2000 + number, world_size)
+        arguments = arguments_of(FORMS[0], parts[rank], 2000 + number, world_size, world_name())
+        jobs.append((arguments, parts))
+    torch.cuda.synchronize()
+    results = []
+    for number, (arguments, _) in enumerate(jobs):
+        with torch.cuda.stream(streams[number % 2]):
+            results.append(call(arguments))
+    torch.cuda.synchronize()
+    for number, ((arguments, parts), given) in enumerate(zip(jobs, results, strict=True)):
+        expected = expected_of(parts, arguments)
+        differences.compare(f"call {number}", given, arguments, expected)
+    return differences.lines()
+
+
+def everything(rank: int, world_size: int, calls: int) -> dict[str, list[str]]:
+    """The jobs that share a start of processes."""
+    jobs: dict[str, Any] = {
+        "mixed calls": lambda: mixed_calls(rank, world_size, 10_000, calls),
+        "back to back": lambda: back_to_back(rank, world_size, 50_000, 150),
+        "batch": lambda: rows_do_not_depend_on_the_batch(rank, world_size),
+        "same bits": lambda: all_ranks_get_the_same_bits(rank, world_size),
+        "exact": lambda: near_the_exact_answer(rank, world_size),
+        "layouts": lambda: odd_layouts(rank, world_size),
+        "streams": lambda: two_streams(rank, world_size),
+        "graphs": lambda: two_graphs(rank, world_size, 300),
+    }
+    return {name: job() for name, job in jobs.items()}
+
+
+class SteppedGraph:
+    """A captured graph whose inputs a kernel in it changes, and which compares its results."""
+
+    def __init__(self, shapes: list[tuple[Form, int]], seed: int, rank: int, size: int) -> None:
+        self.step = torch.zeros((), device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.cases = []
+        for number, (form, tokens) in enumerate(shapes):
+            base = parts_of(form, tokens, seed + number, size)
+            drift = parts_of(form, tokens, seed + 100 + number, size)
+            arguments = arguments_of(form, base[rank], seed + number, size, world_name())
+            self.cases.append((base, drift, arguments))
+        self.rank = rank
+        stream = cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> None:
+        self.step.add_(0.25)
+        jobs = []
+        for base, drift, arguments in self.cases:
+            parts = [
+                (b.float() + d.float() * self.step).to(b.dtype)
+                for b, d in zip(base, drift, strict=True)
+            ]
+            jobs.append((parts, arguments._replace(x=parts[self.rank])))
+        results = [call(arguments) for _, arguments in jobs]
+        for (parts, arguments), given in zip(jobs, results, strict=True):
+            check = Differences()
+            check.compare("", given, arguments, expected_of(parts, arguments))
+            self.wrong.add_(torch.stack(check.counts).sum())
+
+
+def two_graphs(rank: int, world_size: int, replays: int) -> list[str]:
+    workspace = workspace_of()
+    one = SteppedGraph([(FORMS[0], 8), (FORMS[1], 3), (FORMS[9], 2)], 70_000, rank, world_size)
+    two = SteppedGraph([(FORMS[4], 5), (FORMS[2], 16)], 80_000, rank, world_size)
+    choice = random.Random(5)
+    for number in range(replays):
+        delay(choice, rank, world_size)
+        choice.choice((one, two)).graph.replay()
+        if number % 10 == 0:  # eager calls in between
+            one_call(FORMS[3], 4, number, rank, world_size, world_name())
+    torch.cuda.synchronize()
+    workspace.check()
+    steps = float(one.step + two.step)
+    failed = [] if steps == 0.25 * (replays + 2) else [f"{steps} steps"]
+    return failed + [f"{int(g.wrong)} elements" for g in (one, two) if int(g.wrong)]
+
+
+def several_groups(rank: int, world_size: int) -> list[str]:
+    """Two halves and the whole, their calls interleaved."""
+    half = world_size // 2
+    halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world_size)))]
+    own = halves[rank // half]
+    workspace_of()
+    workspace_of(own)
+    differences = Differences()
+    for number in range(60):
+        whole = number % 3 == 0
+        size, place = (world_size, rank) if whole else (half, rank % half)
+        name = world_name() if whole else str(own.group_name)
+        seed = 3000 + number + (0 if whole else 500 * (1 + rank // half))
+        form, tokens = FORMS[number % 4], (1, 5, 64)[number % 3]
+        arguments, given, parts = one_call(form, tokens, seed, place, size, name)
+        differences.compare(f"call {number}", given, arguments, expected_of(parts, arguments))
+    return differences.lines()
+
+
+def large_calls(rank: int, world_size: int) -> list[str]:
+    """Calls larger than the ring stream through it."""
+    differences = Differences()
+    workspace_of()
+    for number, (form, tokens) in enumerate(
+        itertools.product((FORMS[0], FORMS[1], FORMS[9], FORMS[4]), (2048, 8192))
+    ):
+        arguments, given, parts = one_call(
+            form, tokens, 4000 + number, rank, world_size, world_name()
+        )
+        differences.compare(
+            f"{tokens} tokens, {form}", given, arguments, expected_of(parts, arguments)
+        )
+        torch.cuda.synchronize()
+    return differences.lines()
+
+
+def capture_before_prepare(rank: int, world_size: int) -> list[str]:
+    x = random_tensor(rank, 4, 64, dtype=BF16)
+    arguments = Arguments(
+        x, x, None, None, 1e-6, world_name(), world_size, weight_form="none", plan=OWN_KERNEL
+    )
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call(arguments)
+    except CaptureError as error:
+        return [] if "fx_fusion.prepare" in str(error) else [str(error)]
+    return ["nothing was raised"]
+
+
+def one_rank_cannot(rank: int, world_size: int) -> list[str]:
+    """All ranks take the unfused path, now and later, and the cause names the rank."""
+
+    def fails(workspace: Any) -> None:
+        raise RuntimeError("no memory for this test")
+
+    if rank == 1:
+        gpu_workspace._share = fails
+    else:
+        gpu_workspace._share = lambda workspace: None
+    group = dist.group.WORLD
+    assert group is not None
+    failed = []
+    for _ in range(2):
+        arguments, given, parts = one_call(FORMS[9], 4, 3, rank, world_size, world_name())
+        exact = fp64_oracle(parts, arguments)
+        if not torch.allclose(given.norm.double(), exact.norm, atol=1e-3):
+            failed.append("wrong numbers")
+    made = gpu_workspace.gpu_workspace(group, torch.device("cuda", torch.cuda.current_device()))
+    if made.usable or "rank 1" not in made.refusal or "no memory" not in made.refusal:
+        failed.append(made.refusal)
+    return failed
+
+
+def absent_peer(rank: int, world_size: int) -> list[str]:
+    """The last rank stops replaying: the others' outputs are NaN and their next call raises."""
+    workspace = workspace_of()
+    workspace.timeout_nanoseconds = 300_000_000
+    parts = parts_of(FORMS[0], 8, 21, world_size)
+    arguments = arguments_of(FORMS[0], parts[rank], 21, world_size, world_name())
+    call(arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(arguments) for _ in range(3)]
+    graph.replay()
+    torch.cuda.synchronize()
+    if any(bool(o.norm.isnan().any()) for o in outputs):
+        return ["NaN while all ranks were there"]
+    dist.barrier()
+    if rank == world_size - 1:
+        dist.barrier()
+        return []
+    start = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    spent = time.monotonic() - start
+    dist.barrier()
+    failed = [] if spent < 10 else [f"{spent:.1f} s"]
+    for output in outputs:
+        if not all(bool(o.isnan().all()) for o in output):
+            failed.append("outputs are not all NaN")
+    try:
+        call(arguments)
+        failed.append("the next call did not raise")
+    except PeerTimeoutError as error:
+        if f"rank {world_size - 1} did not come" not in str(error):
+            failed.append(str(error))
+    return failed
+
+
+def closed(rank: int, world_size: int) -> list[str]:
+    """After close() calls take the unfused path."""
+    workspace = workspace_of()
+    workspace.close()
+    arguments, given, parts = one_call(FORMS[9], 4, 3, rank, world_size, world_name())
+    exact = fp64_oracle(parts, arguments)
+    good = torch.allclose(given.norm.double(), exact.norm, atol=1e-3)
+    return [] if good and given.norm.dtype == FP32 else ["wrong numbers after close"]

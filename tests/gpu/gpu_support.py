@@ -1,0 +1,202 @@
+"""What the GPU tests share: cases, inputs that differ by call, rank and row, and comparisons.
+
+Every rank makes the inputs of all ranks from a seed, so that it can compute what is expected
+without a collective, and compares on the device, so that calls follow each other closely.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fx_fusion.lowering import gpu_build
+from fx_fusion.lowering.arch import device_arch
+from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
+from fx_fusion.lowering.gpu_layout import geometry, rows_per_launch
+from fx_fusion.lowering.gpu_variant import variant_of
+from fx_fusion.lowering.gpu_workspace import GpuWorkspace, gpu_workspace
+from fx_fusion.lowering.reference import rank_order_reference
+from fx_fusion.lowering.select import digest_of
+from fx_fusion.ops import all_reduce_add_rms_norm
+from fx_fusion.settings import FusionSettings
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: The plan that takes the kernel at every size.
+OWN_KERNEL = digest_of(FusionSettings(kernel="fx_fusion"))
+ALL = {"want_norm": True, "want_residual": True, "want_reduced": True, "want_rstd": True}
+TOKENS = (1, 2, 3, 7, 8, 63, 64, 65, 128, 513)
+MOST_ELEMENTS = 2**21
+
+
+class Form(NamedTuple):
+    """One spelling of a site: dtypes of its tensors (None where absent) and the op's options."""
+
+    x: torch.dtype
+    hidden: int
+    residual: torch.dtype | None = None
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+FORMS = (
+    Form(BF16, 4096, BF16, BF16, None, {"norm_dtype": BF16}),
+    Form(BF16, 2880, BF16, BF16),
+    Form(BF16, 8192, None, BF16, BF16, {"norm_dtype": BF16, "want_residual": False}),
+    Form(BF16, 7168, BF16, BF16, None, {"want_reduced": False, "want_rstd": False}),
+    Form(BF16, 63, BF16, FP32, FP16, {"scale": 0.22}),
+    Form(BF16, 5120, FP32, FP32, BF16, {"add_dtype": FP32, "out_dtype": BF16}),
+    Form(FP16, 5120, FP16, FP16, FP16, {"reciprocal": "sqrt", "norm_dtype": FP16}),
+    Form(FP16, 1032, BF16, BF16, None, {"weight_form": "1+w"}),
+    Form(BF16, 16384, BF16, BF16, None, {"norm_dtype": BF16}),
+    Form(FP32, 4096, FP32, FP32),
+    Form(FP32, 2880, BF16, BF16, None, {"add_dtype": BF16, "scale": -1.5}),
+    Form(FP32, 16384, FP32, None, None, {"reciprocal": "pow"}),
+    Form(FP32, 63, None, FP32, FP32),
+    Form(FP16, 63, FP32, None, None, {"out_dtype": FP16}),
+    Form(BF16, 1032, BF16, BF16, None, {"weight_form": "1+w", "scale": 3.0}),
+)
+
+
+def random_tensor(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal values with every twentieth a zero of either sign, and rows of other sizes."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    value = torch.randn(*shape, generator=generator, device="cuda")
+    kind = torch.rand(*shape, generator=generator, device="cuda")
+    value = torch.where(kind < 0.05, torch.where(kind < 0.025, -0.0, 0.0), value)
+    if len(shape) == 2:
+        value = value * torch.rand(shape[0], 1, generator=generator, device="cuda").add(0.1)
+    return value.to(dtype)
+
+
+def parts_of(form: Form, tokens: int, seed: int, world_size: int) -> list[torch.Tensor]:
+    """The partial sums of all ranks."""
+    return [
+        random_tensor(1000 * seed + r, tokens, form.hidden, dtype=form.x)
+        for r in range(world_size)
+    ]
+
+
+def arguments_of(
+    form: Form, x: torch.Tensor, seed: int, world_size: int, group_name: str
+) -> Arguments:
+    """The op's arguments for one call."""
+    start = 1000 * seed + 500
+
+    def tensor(number: int, dtype: torch.dtype | None, *shape: int) -> torch.Tensor | None:
+        return None if dtype is None else random_tensor(start + number, *shape, dtype=dtype)
+
+    options = {**ALL, **form.options}
+    options.setdefault("weight_form", "none" if form.weight is None else "w")
+    return Arguments(
+        x,
+        tensor(1, form.residual, *x.shape),
+        tensor(2, form.weight, form.hidden),
+        tensor(3, form.bias, form.hidden),
+        1e-6,
+        group_name,
+        world_size,
+        plan=OWN_KERNEL,
+        **options,
+    )
+
+
+def call(arguments: Arguments) -> Results:
+    """Call the op through the dispatcher."""
+    fields = arguments._asdict()
+    positional = [fields.pop(name) for name in arguments._fields[:7]]
+    return Results(*all_reduce_add_rms_norm(*positional, **fields))
+
+
+def ordered_bits(value: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the values, neighbours one apart; both zeros are 0."""
+    wide = value.element_size() == 4
+    bits = value.contiguous().view(torch.int32 if wide else torch.int16).to(torch.int64)
+    lowest = -(2**31) if wide else -(2**15)
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+class Differences:
+    """Counts of wrong elements, kept on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.counts: list[torch.Tensor] = []
+
+    def compare(
+        self, name: str, given: Results, arguments: Arguments, expected: Results
+    ) -> None:
+        """Reduced value and hidden state bit by bit, norm and rstd within their ulps."""
+        norm_ulps = 8 if given.norm.dtype == FP32 else 1
+        if arguments.norm_dtype not in (None, FP32) and arguments.weight is not None:
+            norm_ulps = 2  # a flip of the last bit, then a product that doubles it
+        allowed = {"norm": norm_ulps, "residual": 0, "reduced": 0, "rstd": 8}
+        for field, most in allowed.items():
+            if not getattr(arguments, f"want_{field}"):
+                continue
+            one, two = getattr(given, field), getattr(expected, field)
+            assert (one.shape, one.dtype) == (two.shape, two.dtype), (name, field)
+            apart = (ordered_bits(one) - ordered_bits(two)).abs()
+            self.names.append(f"{name}: {field}")
+            self.counts.append((apart > most).sum())
+
+    def lines(self) -> list[str]:
+        """One line for each comparison that failed."""
+        if not self.counts:
+            return ["nothing was compared"]
+        found = torch.stack(self.counts).tolist()
+        return [
+            f"{name}: {count} elements"
+            for name, count in zip(self.names, found, strict=True)
+            if count
+        ][:20]
+
+
+def tokens_for(form: Form, choice: random.Random) -> int:
+    """A number of tokens, small enough that a call takes little memory."""
+    return choice.choice([t for t in TOKENS if t * form.hidden <= MOST_ELEMENTS])
+
+
+def build_all(
+    forms: Sequence[Form], workspace: GpuWorkspace, rank: int, world_size: int
+) -> None:
+    """Compile what the forms need, each rank a part, so that calls don't wait for compilers."""
+    clusters = has_programmatic_launch(workspace.arch)
+    variants = set()
+    for form in forms:
+        width = form.x.itemsize
+        most = rows_per_launch(form.hidden, width, world_size)
+        sizes = {min(t, most) for t in TOKENS} | {t % most for t in TOKENS if t % most}
+        x = torch.empty(1, form.hidden, dtype=form.x, device="cuda")
+        arguments = arguments_of(form, x, 0, world_size, "")
+        for tokens in sizes:
+            shape = geometry(
+                form.hidden, width, world_size, tokens, workspace.multiprocessors, clusters
+            )
+            variants.add(variant_of(arguments, shape))
+    for number, variant in enumerate(sorted(variants)):
+        if number % world_size == rank:
+            gpu_build.machine_code(variant, workspace.arch)
+    dist.barrier()
+
+
+def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
+    """The group's workspace, made now."""
+    chosen = group or dist.group.WORLD
+    assert chosen is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = gpu_workspace(chosen, device)
+    assert workspace.usable, workspace.refusal
+    assert workspace.arch == device_arch(device)
+    return workspace
+
+
+def expected_of(parts: Sequence[torch.Tensor], arguments: Arguments) -> Results:
+    """What the contract gives."""
+    return rank_order_reference(parts, arguments)

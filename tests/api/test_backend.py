@@ -18,6 +18,7 @@ from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.settings import FusionSettings
 from fx_fusion.testing import fake_group
 
+pytest_plugins = ["compile_fixtures"]
 pytestmark = pytest.mark.usefixtures("compiling")
 
 
@@ -94,7 +95,7 @@ def test_an_explicit_option_wins_over_those_of_the_mode(given: list[Any]) -> Non
 
 def test_two_different_modes_are_an_error() -> None:
     gm = torch.fx.symbolic_trace(double)
-    with pytest.raises(SettingError, match="'lite'.*'max-autotune'.*give the mode once"):
+    with pytest.raises(SettingError, match=r"'lite'.*'max-autotune'.*give the mode once"):
         backend(gm, [torch.ones(2)], mode="lite", options={"mode": "max-autotune"})
 
 

@@ -20,6 +20,7 @@ from fx_fusion.report import GraphReport, Reason
 from fx_fusion.settings import FusionSettings
 from fx_fusion.testing import fake_group
 
+pytest_plugins = ["compile_fixtures"]
 pytestmark = pytest.mark.usefixtures("compiling")
 
 

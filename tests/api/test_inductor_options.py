@@ -16,6 +16,7 @@ from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.settings import FusionSettings
 from fx_fusion.testing import fake_group
 
+pytest_plugins = ["compile_fixtures"]
 pytestmark = pytest.mark.usefixtures("compiling")
 
 POST = compat.POST_PASS

@@ -16,6 +16,7 @@ from fx_fusion import compiled
 from fx_fusion.report import FusionReport, GraphReport, SiteReport
 from fx_fusion.testing import fake_group
 
+pytest_plugins = ["compile_fixtures"]
 pytestmark = pytest.mark.usefixtures("compiling")
 
 #: Which of torch's two caches are on: AOTAutograd's, FX graph's. The former needs the latter.

@@ -15,6 +15,7 @@ from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.report import Reason
 from fx_fusion.testing import fake_group
 
+pytest_plugins = ["compile_fixtures"]
 pytestmark = pytest.mark.usefixtures("compiling")
 
 

@@ -1,3 +1,5 @@
+"""Fixtures for tests that compile; a test module loads them with `pytest_plugins`."""
+
 from __future__ import annotations
 
 import shutil

@@ -21,7 +21,6 @@ from fx_fusion.passes.order import Mutations, depends_on
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
-DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 DEVICES: Final = frozenset({"cpu", "cuda", "meta"})
 
 
@@ -142,7 +141,7 @@ def _norm(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | None:
         numbers: dict[str, Number] = {"dims": dims, "norm": hidden_size}
         numbers["reduced"] = str(x.shape[-1])
         return Refusal(Reason.NORM_DIMS, numbers)
-    if x.dtype not in DTYPES or hidden.dtype not in DTYPES:
+    if x.dtype not in nodes.DTYPES or hidden.dtype not in nodes.DTYPES:
         return Refusal(Reason.DTYPE, {"reduced": str(x.dtype), "hidden": str(hidden.dtype)})
     if norm.compute_dtype is not torch.float32:
         return Refusal(Reason.NORM_NOT_UPCAST, {"computed_in": str(norm.compute_dtype)})
@@ -177,7 +176,7 @@ def _tensors(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | No
         scalar = value.ndim == 0
         if value.device != x.device and not (scalar and value.device.type == "cpu"):
             return Refusal(Reason.DEVICE, {role: str(value.device), "reduced": str(x.device)})
-        if not scalar and value.dtype not in DTYPES:
+        if not scalar and value.dtype not in nodes.DTYPES:
             return Refusal(Reason.DTYPE, {role: str(value.dtype)})
         if role == "residual" and site.norm is not None and site.norm.residual is node:
             hidden = nodes.tensor(site.norm.hidden)

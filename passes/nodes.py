@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -28,6 +29,10 @@ VIEWS: Final = frozenset(
         aten.flatten.using_ints,
     }
 )
+#: Those whose second argument is the list of sizes.
+RESHAPES: Final = frozenset(
+    {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+)
 #: Ops whose result has the very values, shape and dtype of their first argument.
 IDENTITIES: Final = frozenset(
     {
@@ -44,6 +49,8 @@ CASTS: Final = frozenset(
 ADDS: Final = frozenset({aten.add.Tensor, aten.add.Scalar})
 MULS: Final = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DIVS: Final = frozenset({aten.div.Tensor, aten.div.Scalar})
+#: The dtypes that the fused op takes and gives.
+DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def is_op(node: object, ops: frozenset[Any] | Any) -> bool:
@@ -73,13 +80,17 @@ def static_size(size: object) -> int | None:
 
 
 def same_size(left: object, right: object) -> bool:
-    """True if two sizes are equal for certain, without adding a guard."""
+    """True if two sizes are equal for certain, without adding a guard.
+
+    Certain is also what follows from guards that tracing made: after `residual + y.view(-1, 4, D)`
+    the compiler knows that the residual's first size is a fourth of y's.
+    """
     known = static_size(left), static_size(right)
-    if known[0] is not None or known[1] is not None:
+    if known[0] is not None and known[1] is not None:
         return known[0] == known[1]
-    if isinstance(left, torch.SymInt) and isinstance(right, torch.SymInt):
-        return bool(left.node.expr == right.node.expr)
-    return False
+    if not (isinstance(left, (int, torch.SymInt)) and isinstance(right, (int, torch.SymInt))):
+        return False
+    return statically_known_true(left == right)
 
 
 def hidden_size(node: object) -> int | None:
@@ -154,6 +165,18 @@ def under_widening_cast(node: object) -> object:
         result = tensor(node)
         if result is not None and result.dtype is torch.float32:
             return node.args[0]
+    return node
+
+
+def under_scalar_cast(node: fx.Node) -> fx.Node:
+    """The 0-d tensor below a cast to fp32, where the fused op takes it to fp32 itself.
+
+    A cast to a smaller dtype, or of or to an integer, rounds otherwise than that and must stay.
+    """
+    below = under_widening_cast(node)
+    held = tensor(below)
+    if isinstance(below, fx.Node) and held is not None and held.dtype.is_floating_point:
+        return below
     return node
 
 

@@ -55,7 +55,7 @@ def _cast_step(norm: Norm, user: fx.Node) -> Norm | None:
     if not nodes.is_cast(user):
         return None
     before, after = nodes.tensor(norm.output), nodes.tensor(user)
-    if before is None or after is None or not after.dtype.is_floating_point:
+    if before is None or after is None or after.dtype not in nodes.DTYPES:
         return None
     if norm.form.weight == "none":
         if norm.norm_dtype is not None or before.dtype is not torch.float32:

@@ -22,7 +22,7 @@ from torch import fx
 
 from fx_fusion.errors import RegistrationError
 from fx_fusion.lowering.norm_form import Cast, NormForm, Weight
-from fx_fusion.passes.nodes import tensor
+from fx_fusion.passes.nodes import same_shape, tensor
 
 #: A result of an op: its index among the returned values, or the name of the mutated argument.
 Result = int | str
@@ -311,7 +311,7 @@ def _functionalized_call(node: fx.Node) -> _Call | None:
         item = items.get(first_base + index)
         if item is not None:
             before, after = tensor(base), tensor(item)
-            if before is None or after is None or before.shape != after.shape:
+            if before is None or after is None or not same_shape(before, after):
                 return None
             results[name] = item
     return _Call(arguments, results, functionalized=True)

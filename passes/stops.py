@@ -35,6 +35,7 @@ PRIORITY: Final = (
     Reason.CHAINED_ALL_REDUCES,
     Reason.RESIDUAL_SHAPE,
     Reason.RESIDUAL_DEPENDS,
+    Reason.NORM_DIMS,
     Reason.UNSUPPORTED_STEP,
     Reason.NO_NORM,
     Reason.LEAVES_GRAPH,
@@ -53,6 +54,9 @@ _LOOK_THROUGH: Final = frozenset(
     {
         aten.sum.dim_IntList,
         aten.slice.Tensor,
+        aten.slice_scatter.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
         aten.select.int,
         aten.index.Tensor,
         aten.expand.default,
@@ -118,6 +122,8 @@ def stop_at(
         return Stop(Reason.NO_NORM, {"op": op, "leads_to": behind})
     if nodes.is_op(user, aten.add.Tensor):
         return _stop_at_add(node, user, residual)
+    if nodes.is_op(user, nodes.VIEWS):  # it changes the last dimension, or it'd be a step
+        return Stop(Reason.NORM_DIMS, {"op": op, **_last_dims(node, user)})
     return Stop(Reason.UNSUPPORTED_STEP, {"op": op})
 
 
@@ -137,6 +143,16 @@ def _stop_at_add(node: fx.Node, user: fx.Node, residual: object) -> Stop:
         shapes = {"reduced": str(list(value.shape)), "residual": str(list(other.shape))}
         return Stop(Reason.RESIDUAL_SHAPE, shapes)
     return Stop(Reason.UNSUPPORTED_STEP, {"op": op})
+
+
+def _last_dims(node: fx.Node, view: fx.Node) -> dict[str, str]:
+    """The last dimension in front of a view and behind it."""
+    before, after = nodes.tensor(node), nodes.tensor(view)
+    return {
+        name: str(value.shape[-1])
+        for name, value in (("reduced", before), ("viewed", after))
+        if value is not None and value.ndim
+    }
 
 
 def _other_depends(node: fx.Node, add: fx.Node) -> bool:
@@ -193,7 +209,7 @@ def _reads_layer_norm(user: fx.Node) -> bool:
 def _reaches_root(node: fx.Node, user: fx.Node) -> bool:
     """True if the value, one number a row, goes through scalar steps into a root."""
     value = nodes.tensor(node)
-    if value is None or value.ndim == 0 or value.shape[-1] != 1:
+    if value is None or nodes.hidden_size(node) != 1:
         return False
     for _ in range(ROOT_STEPS):
         if nodes.is_op(user, _ROOTS):

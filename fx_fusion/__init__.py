@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fx_fusion.errors import FxFusionError
     from fx_fusion.explain import explain
     from fx_fusion.inductor_options import inductor_options
+    from fx_fusion.lowering.workspace import prepare
     from fx_fusion.passes.registry import register_all_reduce, register_rms_norm
     from fx_fusion.report import FusionReport, GraphReport, Reason, SiteReport
     from fx_fusion.settings import FusionSettings, Target
@@ -46,6 +47,7 @@ __all__ = [
     "disable",
     "explain",
     "inductor_options",
+    "prepare",
     "register_all_reduce",
     "register_rms_norm",
     "reports",
@@ -65,6 +67,7 @@ _HOMES: Final = {
     "disable": "switch",
     "explain": "explain",
     "inductor_options": "inductor_options",
+    "prepare": "lowering.workspace",
     "register_all_reduce": "passes.registry",
     "register_rms_norm": "passes.registry",
     "reports": "compiled",

@@ -8,6 +8,7 @@ adding up the squares). A row's bits depend on nothing but the row.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from typing import Any, Final
 
@@ -168,6 +169,33 @@ def _launcher(arguments: Arguments, rows: int, workspace: GpuWorkspace) -> Launc
     if launcher is None:
         launcher = workspace.launchers[key] = Launcher(arguments, shape, workspace)
     return launcher
+
+
+def load_usual_variants(
+    workspace: GpuWorkspace, max_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Compile and load the kernels of the common sites: residual and weight of x's dtype.
+
+    That is with the norm cast before the weight or after, and with or without the new residual,
+    for every spread of a row that up to `max_tokens` tokens get.
+    """
+    x = torch.empty(1, hidden_size, dtype=dtype, device=workspace.device)
+    most = rows_per_launch(hidden_size, dtype.itemsize, workspace.group.size())
+    name, size = workspace.group.group_name, workspace.group.size()
+    for norm_dtype, want_residual in itertools.product((dtype, None), (True, False)):
+        arguments = Arguments(
+            x,
+            x,
+            x[0],
+            None,
+            0.0,
+            name,
+            size,
+            norm_dtype=norm_dtype,
+            want_residual=want_residual,
+        )
+        for rows in range(1, min(max_tokens, most) + 1):
+            _launcher(arguments, rows, workspace)
 
 
 def _empty_results(arguments: Arguments) -> Results:

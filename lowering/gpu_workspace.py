@@ -248,6 +248,7 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
         "nvrtc": "",
     }
     try:
+        torch.cuda.synchronize(device)  # gives this thread the device's context
         gpu_driver.current_context()
         facts["nvrtc"] = gpu_build.nvrtc_version()
         if properties.major < 8:

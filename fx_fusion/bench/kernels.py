@@ -35,6 +35,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 
+from fx_fusion import prepare
 from fx_fusion.lowering.select import digest_of
 from fx_fusion.ops import all_reduce_add_rms_norm
 from fx_fusion.settings import FusionSettings
@@ -101,6 +102,12 @@ def candidates(
         return norm, hidden
 
     found: dict[str, _Step] = {"fx_fusion": fused}
+    # Ranks that share a GPU can't load a kernel while the kernel of another waits for them.
+    prepare(group, max_tokens=tokens, hidden_size=hidden_size, dtype=dtype)
+    sample = torch.zeros(tokens, hidden_size, dtype=dtype, device="cuda")
+    compiled(sample, sample, sample[0])
+    torch.cuda.synchronize()
+    dist.barrier(group)
     if dtype != torch.float16:  # torch's op has no fp16
         shared: torch.Tensor = cast(Any, symmetric_memory).empty(
             tokens, hidden_size, dtype=dtype, device="cuda"
@@ -254,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if torch.cuda.device_count() == 0:
         sys.stderr.write("fx_fusion.bench.kernels needs a GPU; torch sees none.\n")
         return 1
+    # Likewise for torch's own kernels.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     sizes = list(itertools.product(given.tokens, given.hidden_sizes))
     cells: list[Cell] = spawn(
         rank_job,

@@ -24,7 +24,12 @@ def side_by_side() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="mps_") as pipes,
         tempfile.TemporaryDirectory() as logs,
     ):
-        names = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": logs}
+        names = {
+            "CUDA_MPS_PIPE_DIRECTORY": pipes,
+            "CUDA_MPS_LOG_DIRECTORY": logs,
+            # Under MPS a module isn't loaded while another rank's kernel waits for this one.
+            "CUDA_MODULE_LOADING": "EAGER",
+        }
         os.environ.update(names)
         subprocess.run([MPS_CONTROL, "-d"], check=True, timeout=60)
         try:

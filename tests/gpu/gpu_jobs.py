@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from typing import Any
@@ -17,12 +18,12 @@ from gpu_support import (
     Differences,
     Form,
     arguments_of,
-    build_all,
     call,
     expected_of,
     parts_of,
     random_tensor,
     tokens_for,
+    warm_up,
     workspace_of,
 )
 
@@ -30,6 +31,8 @@ from fx_fusion.errors import CaptureError, PeerTimeoutError
 from fx_fusion.lowering import gpu_workspace
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.reference import fp64_oracle
+
+log = logging.getLogger(__name__)
 
 #: torch leaves parts of it untyped.
 cuda: Any = torch.cuda
@@ -61,7 +64,6 @@ def delay(choice: random.Random, rank: int, world_size: int) -> None:
 def mixed_calls(rank: int, world_size: int, seed: int, calls: int) -> list[str]:
     """Calls of mixed tokens, hidden sizes, dtypes and forms, ranks out of step."""
     workspace = workspace_of()
-    build_all(FORMS, workspace, rank, world_size)
     choice, differences = random.Random(seed), Differences()
     for number in range(calls):
         form = choice.choice(FORMS)
@@ -196,7 +198,13 @@ def everything(rank: int, world_size: int, calls: int) -> dict[str, list[str]]:
         "streams": lambda: two_streams(rank, world_size),
         "graphs": lambda: two_graphs(rank, world_size, 300),
     }
-    return {name: job() for name, job in jobs.items()}
+    results = {}
+    for name, job in jobs.items():
+        start = time.monotonic()
+        results[name] = job()
+        torch.cuda.synchronize()
+        log.info("rank %d: %s took %.1f s", rank, name, time.monotonic() - start)
+    return results
 
 
 class SteppedGraph:
@@ -216,6 +224,7 @@ class SteppedGraph:
         with torch.cuda.stream(stream):
             self.run()
         torch.cuda.synchronize()
+        dist.barrier()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.run()
@@ -241,6 +250,7 @@ def two_graphs(rank: int, world_size: int, replays: int) -> list[str]:
     one = SteppedGraph([(FORMS[0], 8), (FORMS[1], 3), (FORMS[9], 2)], 70_000, rank, world_size)
     two = SteppedGraph([(FORMS[4], 5), (FORMS[2], 16)], 80_000, rank, world_size)
     choice = random.Random(5)
+    dist.barrier()
     for number in range(replays):
         delay(choice, rank, world_size)
         choice.choice((one, two)).graph.replay()
@@ -330,12 +340,15 @@ def absent_peer(rank: int, world_size: int) -> list[str]:
     """The last rank stops replaying: the others' outputs are NaN and their next call raises."""
     workspace = workspace_of()
     workspace.timeout_nanoseconds = 300_000_000
+    workspace.launchers.clear()
+    warm_up(FORMS[:1], workspace)
     parts = parts_of(FORMS[0], 8, 21, world_size)
     arguments = arguments_of(FORMS[0], parts[rank], 21, world_size, world_name())
     call(arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [call(arguments) for _ in range(3)]
+    dist.barrier()
     graph.replay()
     torch.cuda.synchronize()
     if any(bool(o.norm.isnan().any()) for o in outputs):

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fx_fusion.lowering import gpu_build
+from fx_fusion.lowering import gpu_build, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
 from fx_fusion.lowering.gpu_layout import geometry, rows_per_launch
-from fx_fusion.lowering.gpu_variant import variant_of
+from fx_fusion.lowering.gpu_variant import Variant, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, gpu_workspace
 from fx_fusion.lowering.reference import rank_order_reference
 from fx_fusion.lowering.select import digest_of
@@ -163,27 +163,37 @@ def tokens_for(form: Form, choice: random.Random) -> int:
     return choice.choice([t for t in TOKENS if t * form.hidden <= MOST_ELEMENTS])
 
 
-def build_all(
-    forms: Sequence[Form], workspace: GpuWorkspace, rank: int, world_size: int
-) -> None:
-    """Compile what the forms need, each rank a part, so that calls don't wait for compilers."""
+def warm_up(forms: Sequence[Form], workspace: GpuWorkspace) -> None:
+    """Compile and load what the forms need, each rank compiling a part; take memory.
+
+    Ranks that share a GPU under MPS can neither load a kernel nor take memory while the kernel
+    of another waits for them.
+    """
+    rank, size = workspace.group.rank(), workspace.group.size()
     clusters = has_programmatic_launch(workspace.arch)
-    variants = set()
+    needed: dict[Variant, tuple[Arguments, int]] = {}
     for form in forms:
         width = form.x.itemsize
-        most = rows_per_launch(form.hidden, width, world_size)
-        sizes = {min(t, most) for t in TOKENS} | {t % most for t in TOKENS if t % most}
+        most = rows_per_launch(form.hidden, width, size)
+        rows = {min(t, most) for t in TOKENS} | {t % most for t in TOKENS if t % most}
         x = torch.empty(1, form.hidden, dtype=form.x, device="cuda")
-        arguments = arguments_of(form, x, 0, world_size, "")
-        for tokens in sizes:
+        arguments = arguments_of(form, x, 0, size, str(workspace.group.group_name))
+        for count in rows:
             shape = geometry(
-                form.hidden, width, world_size, tokens, workspace.multiprocessors, clusters
+                form.hidden, width, size, count, workspace.multiprocessors, clusters
             )
-            variants.add(variant_of(arguments, shape))
-    for number, variant in enumerate(sorted(variants)):
-        if number % world_size == rank:
+            needed.setdefault(variant_of(arguments, shape), (arguments, count))
+    for number, variant in enumerate(sorted(needed)):
+        if number % size == rank:
             gpu_build.machine_code(variant, workspace.arch)
-    dist.barrier()
+    dist.barrier(workspace.group)
+    for arguments, count in needed.values():
+        gpu_kernel._launcher(arguments, count, workspace)
+    small = [torch.empty(2**19, dtype=torch.uint8, device="cuda") for _ in range(200)]
+    large = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    del small, large
+    torch.cuda.synchronize()
+    dist.barrier(workspace.group)
 
 
 def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
@@ -194,6 +204,9 @@ def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
     workspace = gpu_workspace(chosen, device)
     assert workspace.usable, workspace.refusal
     assert workspace.arch == device_arch(device)
+    if not workspace.launchers:
+        workspace.timeout_nanoseconds = 20_000_000_000  # a hang is to end the test soon
+        warm_up(FORMS, workspace)
     return workspace
 
 

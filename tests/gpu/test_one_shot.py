@@ -75,6 +75,7 @@ def killed_peer(rank: int, folder: str) -> None:
     )
     workspace = gpu_support.workspace_of()
     workspace.timeout_nanoseconds = 2_000_000_000
+    workspace.launchers.clear()
     form = gpu_support.FORMS[0]
     parts = gpu_support.parts_of(form, 8, 1, 2)
     arguments = gpu_support.arguments_of(form, parts[rank], 1, 2, gpu_jobs.world_name())
@@ -84,6 +85,7 @@ def killed_peer(rank: int, folder: str) -> None:
         for _ in range(4):
             output = gpu_support.call(arguments)
     torch.cuda.synchronize()
+    dist.barrier()
     for _ in range(3):
         graph.replay()
     if rank == 1:

@@ -1,0 +1,98 @@
+"""`prepare` and `close`: a group's shared memory, made and given up when the caller says."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def prepare(
+    group: dist.ProcessGroup | str | None = None,
+    *,
+    max_tokens: int | None = None,
+    hidden_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> bool:
+    """Make what the fused op shares among the ranks of a group, ahead of its first call.
+
+    Call it on every rank before capturing a CUDA graph; otherwise the first call does the same.
+    Collective over `group`. Calling it again costs little.
+
+    Args:
+        group: The process group or its name; None for the default group.
+        max_tokens: With `hidden_size`, kernels for up to so many tokens are compiled and loaded
+            too. Memory doesn't depend on it: longer calls stream through in chunks.
+        hidden_size: Elements of a row.
+        dtype: Of the all-reduced tensor and of the residual.
+        device: Where the model is; None for the current GPU if there is one, else the CPU.
+
+    Returns:
+        True if calls of this group will run on a kernel of ours, False if on the unfused path;
+        a WARNING says why. The same on every rank.
+
+    Raises:
+        PlanMismatchError: The ranks disagree about versions or sources.
+        CaptureError: A CUDA graph is being captured.
+    """
+    made = _group(group)
+    where = _device(device)
+    if where.type != "cuda":
+        from fx_fusion.lowering.cpu_workspace import cpu_workspace
+
+        return bool(cpu_workspace(made.group_name, made).usable)
+    from fx_fusion.lowering.gpu_workspace import gpu_workspace
+
+    workspace = gpu_workspace(made, where)
+    if workspace.usable and hidden_size is not None and max_tokens is not None:
+        from fx_fusion.lowering.gpu_kernel import load_usual_variants
+
+        load_usual_variants(workspace, max_tokens, hidden_size, dtype)
+    if workspace.usable:
+        torch.cuda.synchronize(where)
+        dist.barrier(made)
+    return workspace.usable
+
+
+def close(
+    group: dist.ProcessGroup | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> None:
+    """Give up what `prepare` or the first call made. Collective over `group`.
+
+    Later calls of the group take the unfused path; CUDA graphs that hold the fused op may not
+    be replayed any more.
+    """
+    made = _group(group)
+    where = _device(device)
+    if where.type == "cuda":
+        from fx_fusion.lowering.gpu_workspace import gpu_workspace
+
+        gpu_workspace(made, where).close()
+    else:
+        from fx_fusion.lowering.cpu_workspace import cpu_workspace
+
+        cpu_workspace(made.group_name, made).close()
+
+
+def _group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    found: Any = group
+    c10d = cast(Any, distributed_c10d)
+    if found is None:
+        found = c10d._get_default_group()
+    elif isinstance(found, str):
+        found = c10d._resolve_process_group(found)
+    return cast(dist.ProcessGroup, found)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -23,7 +23,7 @@ from fx_fusion.lowering.select import cpu_is_two_shot
 
 _DTYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WEIGHT_FORMS: Final = {"none": 0, "w": 1, "1+w": 2}
-_RECIPROCALS: Final = {"rsqrt": 0, "pow": 0, "sqrt": 1}
+_RECIPROCALS: Final = {"rsqrt": 0, "pow": 0, "sqrt": 1, "1/sqrt": 0}
 
 #: From how many elements on a call is worth more than one thread.
 PARALLEL_ELEMENTS: Final = 32 * 1024

@@ -7,7 +7,7 @@ from typing import Literal
 
 Weight = Literal["none", "w", "1+w"]
 Cast = Literal["before_weight", "after_weight"]
-Reciprocal = Literal["rsqrt", "pow", "sqrt"]
+Reciprocal = Literal["rsqrt", "pow", "sqrt", "1/sqrt"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class NormForm:
     With `h32 = hidden.float()` and `s = h32.pow(2).mean(-1, keepdim=True) + eps`:
 
     * `reciprocal` says how the root is taken: "rsqrt" is `h32 * s.rsqrt()`, "pow" is
-      `h32 * s.pow(-0.5)`, "sqrt" is `h32 / s.sqrt()`. They differ by an ulp of fp32.
+      `h32 * s.pow(-0.5)`, "sqrt" is `h32 / s.sqrt()`, "1/sqrt" is `h32 * (1 / s.sqrt())`.
+      They differ by an ulp of fp32.
     * `cast` says when the fp32 result is rounded to the activation dtype: "before_weight"
       is `weight * normed.to(dtype)` (Llama), "after_weight" is `(weight * normed).to(dtype)`
       (nn.RMSNorm, OLMo2, gpt-oss).

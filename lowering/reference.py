@@ -49,6 +49,7 @@ def eager_lines(reduced: torch.Tensor, arguments: Arguments) -> Results:
         "rsqrt": torch.rsqrt,
         "sqrt": torch.rsqrt,
         "pow": lambda value: torch.pow(value, -0.5),
+        "1/sqrt": lambda value: torch.reciprocal(torch.sqrt(value)),
     }[arguments.reciprocal](s)
     n = h32 / torch.sqrt(s) if arguments.reciprocal == "sqrt" else h32 * rstd
     if arguments.norm_dtype is not None:

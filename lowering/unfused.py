@@ -64,7 +64,9 @@ def _hidden_state(reduced: torch.Tensor, arguments: Arguments) -> torch.Tensor:
     if arguments.bias is not None:
         hidden = hidden + arguments.bias
     if arguments.scale_tensor is not None:
-        hidden = hidden * arguments.scale_tensor
+        # in fp32 on every device, as eager multiplies by a float; a GPU would round a 0-d
+        # tensor to the other operand's dtype first
+        hidden = (hidden.float() * arguments.scale_tensor.float()).to(hidden.dtype)
     elif arguments.scale != 1.0:
         hidden = hidden * arguments.scale
     if arguments.residual is not None:
@@ -84,7 +86,12 @@ def _norm(hidden: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, tor
     mean_square = mean_square + (
         arguments.eps if arguments.eps_tensor is None else arguments.eps_tensor
     )
-    rstd = mean_square.pow(-0.5) if arguments.reciprocal == "pow" else mean_square.rsqrt()
+    if arguments.reciprocal == "pow":
+        rstd = mean_square.pow(-0.5)
+    elif arguments.reciprocal == "1/sqrt":
+        rstd = mean_square.sqrt().reciprocal()
+    else:
+        rstd = mean_square.rsqrt()
     if not arguments.want_norm:
         return norm, rstd
     if arguments.reciprocal == "sqrt":

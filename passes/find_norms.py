@@ -70,12 +70,12 @@ def _from_root(root: fx.Node) -> Norm | None:
         return None
     if reciprocal == "sqrt":
         scaled = _scaled_by(statistic.upcast, statistic.hidden, root, nodes.DIVS)
-        if scaled is None:  # 1/sqrt is an rsqrt spelt in two ops
-            inverse = next((user for user in root.users if _is_inverse(user)), None)
-            if inverse is None:
+        if scaled is None:
+            inverse = _inverse_of(root)
+            if not inverse:
                 return None
-            statistic = replace(statistic, chain=(*statistic.chain, root))
-            root, reciprocal = inverse, "rsqrt"
+            statistic = replace(statistic, chain=(*statistic.chain, root, *inverse[:-1]))
+            root, reciprocal = inverse[-1], "1/sqrt"
     if reciprocal != "sqrt":
         scaled = _scaled_by(statistic.upcast, statistic.hidden, root, nodes.MULS)
     if scaled is None:
@@ -106,8 +106,19 @@ def _root_kind(node: fx.Node) -> str | None:
     return None
 
 
-def _is_inverse(node: fx.Node) -> bool:
-    return nodes.is_op(node, aten.reciprocal.default)
+def _inverse_of(root: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes of `root.reciprocal()`, or of Python's `1 / root`, which multiplies it by 1."""
+    for user in root.users:
+        if not nodes.is_op(user, aten.reciprocal.default):
+            continue
+        following = next(iter(user.users)) if len(user.users) == 1 else None
+        if nodes.is_op(following, nodes.MULS):
+            assert following is not None
+            pair = nodes.operands(following)
+            if pair is not None and any(isinstance(v, (int, float)) and v == 1 for v in pair):
+                return user, following
+        return (user,)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ def _mean_of(
             value is None
             or dims is None
             or len(dims) != 1
-            or mean.args[1] != value.shape[dims[0]]
+            or nodes.static_size(value.shape[dims[0]]) != mean.args[1]
         ):
             return None
         chain.append(total)

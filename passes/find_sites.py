@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from torch import fx
@@ -33,6 +33,8 @@ _STAGE: Final[Mapping[StepKind, int]] = {
     "scale": 2,
     "residual": 3,
 }
+#: Powers of two up to this one, and their reciprocals, are normal numbers in fp32.
+MAX_EXPONENT: Final = 126
 #: The longest chain followed; real models have at most six steps.
 MAX_STEPS: Final = 12
 
@@ -108,6 +110,9 @@ def find_sites(graph: fx.Graph, norms: Iterable[Norm]) -> list[Site]:
     by_hidden: dict[fx.Node, list[Norm]] = {}
     for norm in norms:
         by_hidden.setdefault(norm.hidden, []).append(norm)
+        if norm.residual is not None:  # an opaque add-and-norm: the sum commutes
+            swapped = replace(norm, hidden=norm.residual, residual=norm.hidden)
+            by_hidden.setdefault(norm.residual, []).append(swapped)
     bare = [site for node in graph.nodes if (site := _bare_site(node)) is not None]
     walks = [_walk_from(site, by_hidden) for site in bare]
     return _assigned(bare, walks)
@@ -230,9 +235,10 @@ def _scale_step(node: fx.Node, user: fx.Node) -> Step | None:
         pair = nodes.operands(user)
         if pair is None or pair[0] is not node or not isinstance(pair[1], (int, float)):
             return None
-        # x / c is exactly x * (1 / c) only where 1 / c is exact: c a power of two
-        mantissa, _ = math.frexp(float(pair[1]))
-        return Step("scale", user, factor=1.0 / pair[1]) if abs(mantissa) == 0.5 else None
+        # x / c is exactly x * (1 / c) only where 1 / c is exact in fp32: c a power of two
+        mantissa, exponent = math.frexp(float(pair[1]))
+        exact = abs(mantissa) == 0.5 and abs(exponent) <= MAX_EXPONENT
+        return Step("scale", user, factor=1.0 / pair[1]) if exact else None
     found = nodes.other_operand(user, node)
     if found is None or not nodes.is_scalar(found[0]):
         return None
@@ -244,9 +250,10 @@ def _scale_step(node: fx.Node, user: fx.Node) -> Step | None:
 
 
 def _assigned(bare: list[Site], walks: list[_Walk]) -> list[Site]:
-    """Give each norm to one site: the latest all_reduce that reaches it and has none yet.
+    """Give norms to sites: as many as can be, each to the latest all_reduce that reaches it.
 
-    Of two all_reduces that are added and normalised, the earlier one is then the residual.
+    Of two all_reduces that are added and normalised, the earlier one is then the residual. A
+    norm may take an all_reduce from another norm that has one left (augmenting paths).
     """
     reach: dict[fx.Node, list[int]] = {}
     for index, walk in enumerate(walks):
@@ -254,13 +261,26 @@ def _assigned(bare: list[Site], walks: list[_Walk]) -> list[Site]:
             reach.setdefault(norm.output, []).append(index)
     chosen: dict[int, fx.Node] = {}
     for output in sorted(reach):
-        free = [index for index in reach[output] if index not in chosen]
-        if free:
-            chosen[max(free)] = output
+        _assign(output, reach, chosen, set())
     return [
         _completed(site, walk, chosen.get(index))
         for index, (site, walk) in enumerate(zip(bare, walks, strict=True))
     ]
+
+
+def _assign(
+    output: fx.Node,
+    reach: Mapping[fx.Node, list[int]],
+    chosen: dict[int, fx.Node],
+    tried: set[int],
+) -> bool:
+    """Find an all_reduce for the norm that ends in `output`; moves others where that helps."""
+    for index in sorted(set(reach[output]) - tried, reverse=True):
+        tried.add(index)
+        if index not in chosen or _assign(chosen[index], reach, chosen, tried):
+            chosen[index] = output
+            return True
+    return False
 
 
 def _completed(site: Site, walk: _Walk, output: fx.Node | None) -> Site:

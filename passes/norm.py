@@ -52,6 +52,7 @@ class Norm:
             "rsqrt": f"h * rsqrt{root}",
             "pow": f"h * pow({root}, -0.5)",
             "sqrt": f"h / sqrt{root}",
+            "1/sqrt": f"h * (1 / sqrt{root})",
         }[self.form.reciprocal]
         if self.norm_dtype is not None:
             normed = f"cast({normed})"

@@ -97,7 +97,8 @@ class Rewriter:
             if name in results:
                 self._replace(site, node, name, results[name])
         self._erase(site, chain)
-        self._repair_order([fused, *results.values()])
+        stands_for = [self.replaced[node] for node in roots if node in self.replaced]
+        self._repair_order([fused, *results.values(), *stands_for])
         return tuple(name for name in OUTPUTS if name in wanted)
 
     def _inputs(self, site: Site) -> Iterable[fx.Node]:
@@ -124,6 +125,8 @@ class Rewriter:
         last = max([source, after, *view.all_input_nodes[1:]])
         with self.graph.inserting_after(last):
             copy = nodes.copy_with_input(self.graph, view, source)
+            if copy.target is aten.view.default:
+                copy.target = aten.reshape.default  # x needn't have the reduced value's strides
         _set_meta(copy, view, shape.to(like.dtype))
         return copy
 
@@ -145,7 +148,7 @@ class Rewriter:
         kwargs: dict[str, Any] = {
             "eps_tensor": None if eps is None else self._on_device(self.current(eps), x),
             "scale": self._factor(site),
-            "scale_tensor": None if scale is None else self._on_device(scale, x),
+            "scale_tensor": None if scale is None else self._scale(site, scale, x),
             "norm_dtype": norm.norm_dtype,
             "weight_form": norm.form.weight,
             "reciprocal": norm.form.reciprocal,
@@ -169,9 +172,33 @@ class Rewriter:
         step = site.step("scale")
         return 1.0 if step is None or step.factor is None else step.factor
 
+    def _scale(self, site: Site, scale: fx.Node, x: fx.Node) -> fx.Node:
+        """A 0-d scale as eager reads it.
+
+        ATen's CPU kernel multiplies `y * s` by s in fp32, but in `s * y` it rounds s to y's
+        dtype first. A float64 s is a Python float that dynamic=True made an input: it stands
+        on the right in eager wherever it was written.
+        """
+        step, held, like = site.step("scale"), nodes.tensor(scale), nodes.tensor(x)
+        assert step is not None
+        assert held is not None
+        assert like is not None
+        value = nodes.tensor(nodes.under_scalar_cast(scale))
+        is_float = value is not None and value.dtype is torch.float64
+        y = nodes.tensor(step.node)
+        rounds = step.operand == 0 and like.device.type == "cpu" and not is_float
+        if not rounds or y is None or held.dtype == y.dtype:
+            return self._on_device(scale, x)
+        with self.graph.inserting_after(scale):
+            rounded = self.graph.call_function(
+                prims.convert_element_type.default, (scale, y.dtype)
+            )
+        _set_meta(rounded, scale, held.to(y.dtype))
+        return rounded
+
     def _on_device(self, scalar: fx.Node, x: fx.Node) -> fx.Node:
         """A 0-d tensor on x's device, one copy a graph: a CPU scalar breaks CUDA graphs."""
-        held = nodes.under_views(scalar)  # the cast of a scalar changes nothing but its dtype
+        held = nodes.under_scalar_cast(scalar)
         value, like = nodes.tensor(held), nodes.tensor(x)
         assert value is not None
         assert like is not None
@@ -213,7 +240,7 @@ class Rewriter:
     def _norm_view(self, view: fx.Node, result: fx.Node, name: str) -> fx.Node:
         copy = self._same_view(view, result, after=result)
         if name == "rstd":
-            sizes = copy.args[1]
+            sizes = copy.args[1] if nodes.is_op(copy, nodes.RESHAPES) else None
             if isinstance(sizes, (list, tuple)):
                 copy.args = (result, [*sizes[:-1], 1])
             copy.meta["val"] = copy.meta["val"][..., :1].clone()

@@ -32,7 +32,16 @@ def source_of(node: fx.Node) -> str:
         return ""
     own = [f for f in frames if not any(part in f["file"] for part in _LIBRARY_PARTS)]
     frame = (own or frames)[-1]
-    return f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
+    return place(frame["file"], frame["line"], frame["name"])
+
+
+def place(path: str, line: str | int, function: str) -> str:
+    """A line of code as reports show it: "model.py:12 in forward"."""
+    # What Dynamo makes of the rest of a function, after a graph break, is named after it:
+    # torch_dynamo_resume_in_forward_at_12.
+    name = function.removeprefix("torch_dynamo_resume_in_")
+    name = re.sub(r"_at_\d+$", "", name) if name != function else name
+    return f"{short_path(path)}:{line} in {name}"
 
 
 def short_path(path: str) -> str:

@@ -45,12 +45,12 @@ def eager_lines(reduced: torch.Tensor, arguments: Arguments) -> Results:
     h32 = h.to(torch.float32)
     eps = arguments.eps if arguments.eps_tensor is None else arguments.eps_tensor
     s = h32.pow(2).mean(-1, keepdim=True) + eps
-    rstd = {
-        "rsqrt": torch.rsqrt,
-        "sqrt": torch.rsqrt,
-        "pow": lambda value: torch.pow(value, -0.5),
-        "1/sqrt": lambda value: torch.reciprocal(torch.sqrt(value)),
-    }[arguments.reciprocal](s)
+    if arguments.reciprocal == "pow":
+        rstd = torch.pow(s, -0.5)
+    elif arguments.reciprocal == "1/sqrt":
+        rstd = torch.reciprocal(torch.sqrt(s))
+    else:
+        rstd = torch.rsqrt(s)
     n = h32 / torch.sqrt(s) if arguments.reciprocal == "sqrt" else h32 * rstd
     if arguments.norm_dtype is not None:
         n = n.to(arguments.norm_dtype)

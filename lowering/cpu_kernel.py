@@ -96,6 +96,11 @@ class BoundCall:
         )
         self._call = _Call(hidden=self._hidden_size, **_codes(arguments))
 
+    @property
+    def usable(self) -> bool:
+        """False once the workspace is closed."""
+        return self._workspace.usable
+
     def run(
         self,
         x: torch.Tensor,

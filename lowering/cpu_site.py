@@ -46,7 +46,12 @@ class CpuSite:
     ) -> Results:
         """Run the site; a name may stand for another group after destroy and init."""
         bound = self._bound
-        if bound is None or x.numel() == 0 or current_group(self._name) is not self._group:
+        if (
+            bound is None
+            or not bound.usable
+            or x.numel() == 0
+            or current_group(self._name) is not self._group
+        ):
             given = (residual, weight, bias, eps_tensor, scale_tensor)
             named: dict[str, Any] = dict(zip(TENSORS[1:], given, strict=True))
             return self._first(Arguments(x=x, **named, **self._constants))

@@ -130,7 +130,7 @@ def _ways(hidden: int, world_size: int) -> dict[str, _Site]:
         reduced = cast(Any, funcol).all_reduce(x, "sum", group)
         return add_norm(reduced, residual, weight)
 
-    op = torch.ops.fx_fusion.all_reduce_add_rms_norm
+    from fx_fusion.ops import all_reduce_add_rms_norm as op
 
     def transport(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor

@@ -1,0 +1,117 @@
+"""What the pass costs a compilation: its time beside Inductor's own, by the number of layers.
+
+    python -m fx_fusion.bench.pass_cost --layers 1,8,32,80
+
+Compiles a Llama-shaped decoder (attention, gated MLP, two RMSNorms a layer, an all_reduce behind
+each block) under a fake process group, cold, in one process. The pass takes part once a graph;
+its share has to stay below one percent and its time linear in the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from fx_fusion.passes.graph_pass import FusionPass
+from fx_fusion.testing import fake_group
+
+HIDDEN: Final = 256
+HEADS: Final = 4
+
+
+class Layer(nn.Module):
+    """One decoder layer of one rank: row-parallel outputs are reduced over the group."""
+
+    def __init__(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Make the layer's weights; `reduce` sums over the group."""
+        super().__init__()
+        self.reduce = reduce
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.gate_up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        self.attention_norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """[batch, tokens, hidden size] in and out."""
+        normed = self.attention_norm(hidden)
+        batch, tokens, _ = normed.shape
+        parts = self.qkv(normed).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k = (part * cos + part.roll(1, -1) * sin for part in parts[:2])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, parts[2], is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(batch, tokens, HIDDEN)
+        hidden = hidden + self.reduce(self.out(mixed))
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
+        return hidden + self.reduce(self.down(nn.functional.silu(gate) * up))
+
+
+class TimedPass(FusionPass):
+    """The pass with a clock around it."""
+
+    seconds = 0.0
+    fused = 0
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Run the pass; add up what it took."""
+        start = time.perf_counter()
+        super().__call__(graph, is_inference)
+        self.seconds += time.perf_counter() - start
+        self.fused += sum("all_reduce_add_rms_norm" in str(node.target) for node in graph.nodes)
+
+    def uuid(self) -> None:  # type: ignore[override]
+        """None, so that nothing comes from the compile cache."""
+
+
+def measure(layers: int) -> tuple[float, float, int]:
+    """Seconds of the pass, seconds of the whole compilation, sites fused."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as funcol
+
+    with fake_group(8), torch.no_grad():
+        group = dist.group.WORLD
+
+        def reduce(x: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, cast(Any, funcol).all_reduce(x, "sum", group))
+
+        stack = nn.ModuleList(Layer(reduce) for _ in range(layers)).to(torch.bfloat16)
+        norm = nn.RMSNorm(HIDDEN, eps=1e-6).to(torch.bfloat16)
+
+        def model(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            for layer in stack:
+                hidden = layer(hidden, cos, sin)
+            return cast(torch.Tensor, norm(hidden))
+
+        torch._dynamo.reset()
+        timed = TimedPass()
+        compiled = torch.compile(model, options={"post_grad_custom_post_pass": timed})
+        inputs = [torch.randn(1, 8, n, dtype=torch.bfloat16) for n in (HIDDEN, 64, 64)]
+        start = time.perf_counter()
+        compiled(*inputs)
+        return timed.seconds, time.perf_counter() - start, timed.fused
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a line for each number of layers."""
+    parser = argparse.ArgumentParser(prog="python -m fx_fusion.bench.pass_cost")
+    parser.add_argument("--layers", default="1,8,32,80")
+    options = parser.parse_args(argv)
+    counts = [int(count) for count in options.layers.split(",")]
+    measure(1)  # loads what is loaded once
+    sys.stdout.write(f"{'layers':>7}{'sites':>7}{'pass s':>9}{'compile s':>11}{'share':>8}\n")
+    for layers in counts:
+        seconds, total, fused = measure(layers)
+        share = f"{100 * seconds / total:.2f}%"
+        sys.stdout.write(f"{layers:>7}{fused:>7}{seconds:>9.3f}{total:>11.1f}{share:>8}\n")
+
+
+if __name__ == "__main__":
+    main()

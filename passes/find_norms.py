@@ -41,7 +41,6 @@ def opaque_norm_of(node: fx.Node) -> Norm | None:
     match = opaque_norm(node)
     if match is None:
         return None
-    value = nodes.tensor(match.hidden)
     return Norm(
         hidden=match.hidden,
         output=match.output,
@@ -52,9 +51,7 @@ def opaque_norm_of(node: fx.Node) -> Norm | None:
         weight=match.weight,
         dims=(-1,),
         compute_dtype=torch.float32,
-        norm_dtype=(
-            value.dtype if value is not None and match.form.cast == "before_weight" else None
-        ),
+        norm_dtype=match.norm_dtype,
         residual=match.residual,
         hidden_output=match.hidden_output,
     )

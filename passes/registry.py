@@ -2,8 +2,7 @@
 
 A library that calls its own kernel for RMSNorm or all_reduce leaves one opaque node in the
 graph. A row here tells the pass what the node computes, so that it can be found like a
-decomposed one. Rows for FlashInfer's and vLLM's ops are built in; they are named by string, so
-neither library is imported, and a row whose op doesn't exist costs nothing.
+decomposed one; those in `opaque_rows` are built in, users add their own.
 
 Mutating ops reach the pass as `auto_functionalized_v2(op, ...)` with one getitem for each
 mutated argument; both that and the plain functional form are understood.
@@ -12,41 +11,24 @@ mutated argument; both that and the plain functional form are understood.
 from __future__ import annotations
 
 import operator
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from fx_fusion.errors import RegistrationError
 from fx_fusion.lowering.norm_form import Cast, NormForm, Weight
-from fx_fusion.passes.nodes import same_shape, tensor
-
-#: A result of an op: its index among the returned values, or the name of the mutated argument.
-Result = int | str
-GroupResolver = Callable[[str], "str | None"]
-
-
-@dataclass(frozen=True)
-class _NormRow:
-    name: str
-    x: str
-    weight: str | None
-    eps: str | float
-    out: Result
-    form: NormForm
-    residual: str | None = None
-    residual_out: Result | None = None
-
-
-@dataclass(frozen=True)
-class _AllReduceRow:
-    name: str
-    x: str
-    group: str
-    resolve_group: GroupResolver | None = None
+from fx_fusion.passes.nodes import hidden_size, is_vector, same_shape, tensor
+from fx_fusion.passes.opaque_rows import (
+    ALL_REDUCES,
+    NORMS,
+    AllReduceRow,
+    GroupResolver,
+    NormRow,
+    Result,
+)
 
 
 @dataclass(frozen=True)
@@ -57,59 +39,12 @@ class OpaqueNorm:
     output: fx.Node
     interior: tuple[fx.Node, ...]
     form: NormForm
+    norm_dtype: torch.dtype | None
     eps: float
     eps_node: fx.Node | None
     weight: fx.Node | None
     residual: fx.Node | None
     hidden_output: fx.Node | None
-
-
-def _vllm_group(name: str) -> str | None:
-    """The c10d name of the device group behind a vLLM group name ("tp:0"), if vLLM runs."""
-    state = sys.modules.get("vllm.distributed.parallel_state")
-    reference = getattr(state, "_groups", {}).get(name) if state is not None else None
-    coordinator = reference() if reference is not None else None
-    group = getattr(coordinator, "device_group", None)
-    return getattr(group, "group_name", None)
-
-
-def _row(
-    name: str, x: str, out: Result, eps: str, cast: Cast, weight: Weight = "w"
-) -> _NormRow:
-    return _NormRow(name, x, "weight", eps, out, NormForm(weight, cast))
-
-
-def _add_row(name: str, eps: str, cast: Cast, weight: Weight = "w") -> _NormRow:
-    form = NormForm(weight, cast)
-    return _NormRow(name, "input", "weight", eps, "input", form, "residual", "residual")
-
-
-# FlashInfer multiplies by the weight in fp32 and rounds once; vLLM's CUDA kernels round first.
-_NORMS: Final[dict[str, _NormRow]] = {
-    row.name: row
-    for row in (
-        _row("flashinfer::rmsnorm", "input", "out", "eps", "after_weight"),
-        _row("flashinfer::gemma_rmsnorm", "input", "out", "eps", "after_weight", "1+w"),
-        _add_row("flashinfer::fused_add_rmsnorm", "eps", "after_weight"),
-        _add_row("flashinfer::gemma_fused_add_rmsnorm", "eps", "after_weight", "1+w"),
-        _row("_C::rms_norm", "input", "result", "epsilon", "before_weight"),
-        _add_row("_C::fused_add_rms_norm", "epsilon", "before_weight"),
-        _row("vllm_ir::rms_norm", "x", 0, "epsilon", "before_weight"),
-        _NormRow(
-            "vllm_ir::fused_add_rms_norm",
-            "x",
-            "weight",
-            "epsilon",
-            0,
-            NormForm("w", "before_weight"),
-            "x_residual",
-            1,
-        ),
-    )
-}
-_ALL_REDUCES: Final[dict[str, _AllReduceRow]] = {
-    "vllm::all_reduce": _AllReduceRow("vllm::all_reduce", "tensor", "group_name", _vllm_group),
-}
 
 
 def register_rms_norm(
@@ -123,8 +58,12 @@ def register_rms_norm(
     residual_out: Result | None = None,
     weight_form: Weight = "w",
     cast: Cast = "after_weight",
+    ignore: Sequence[str] = (),
 ) -> None:
     """Tell the pass that an opaque op is an RMSNorm over the last dimension, in fp32.
+
+    A call is taken only if each argument that isn't named here has its default value or None,
+    since it could change what the op computes.
 
     Args:
         op: The op, or its name "namespace::name". It may be registered with torch later.
@@ -137,13 +76,15 @@ def register_rms_norm(
         residual_out: Where the sum comes out, as for `out`.
         weight_form: "w", or "1+w" for Gemma's.
         cast: "after_weight" if the product with the weight is taken in fp32, "before_weight"
-            if the fp32 result is rounded first.
+            if the fp32 result is rounded to x's dtype first.
+        ignore: Arguments that have no part in the result (how to launch, a workspace).
 
     Raises:
-        RegistrationError: The op exists and lacks one of the arguments named.
+        RegistrationError: The op exists and lacks one of the arguments named, or has one that
+            isn't named and has no default.
     """
     name = _op_name(op)
-    named = [x, weight, eps, out, residual, residual_out]
+    named = [x, weight, eps, out, residual, residual_out, *ignore]
     _check_arguments(name, [value for value in named if isinstance(value, str)])
     if (residual is None) != (residual_out is None):
         raise RegistrationError(
@@ -151,7 +92,8 @@ def register_rms_norm(
             " together: an op that adds a residual also returns or overwrites the sum."
         )
     form = NormForm(weight_form if weight is not None else "none", cast)
-    _NORMS[name] = _NormRow(name, x, weight, eps, out, form, residual, residual_out)
+    row = NormRow(name, x, weight, eps, out, form, residual, residual_out, tuple(ignore))
+    NORMS[name] = row
 
 
 def register_all_reduce(
@@ -160,8 +102,11 @@ def register_all_reduce(
     x: str = "tensor",
     group: str = "group_name",
     resolve_group: GroupResolver | None = None,
+    ignore: Sequence[str] = (),
 ) -> None:
     """Tell the pass that an opaque functional op is a sum all_reduce whose result is ready.
+
+    A call is taken only if each argument that isn't named here has its default value or None.
 
     Args:
         op: The op, or its name "namespace::name".
@@ -169,57 +114,64 @@ def register_all_reduce(
         group: The argument that holds the group's name.
         resolve_group: Turns that name into the name of a torch.distributed group (None if
             there is none); left out if it already is one.
+        ignore: Arguments that have no part in the result.
 
     Raises:
-        RegistrationError: The op exists and lacks one of the arguments named.
+        RegistrationError: The op exists and lacks one of the arguments named, or has one that
+            isn't named and has no default.
     """
     name = _op_name(op)
-    _check_arguments(name, [x, group])
-    _ALL_REDUCES[name] = _AllReduceRow(name, x, group, resolve_group)
+    _check_arguments(name, [x, group, *ignore])
+    ALL_REDUCES[name] = AllReduceRow(name, x, group, resolve_group, tuple(ignore))
 
 
 def unregister(op: str | torch._ops.OpOverload) -> None:
     """Forget an op registered before; unknown ops are ignored."""
     name = _op_name(op)
-    _NORMS.pop(name, None)
-    _ALL_REDUCES.pop(name, None)
+    NORMS.pop(name, None)
+    ALL_REDUCES.pop(name, None)
 
 
 def registry_key() -> tuple[str, ...]:
     """The rows as text, for the compile-cache key."""
-    norms = [repr(row) for row in _NORMS.values()]
-    reduces = [f"{r.name} {r.x} {r.group}" for r in _ALL_REDUCES.values()]
+    norms = [repr(row) for row in NORMS.values()]
+    reduces = [f"{r.name} {r.x} {r.group} {r.ignore}" for r in ALL_REDUCES.values()]
     return tuple(sorted(norms + reduces))
 
 
 def opaque_norm(node: fx.Node) -> OpaqueNorm | None:
     """The registered norm this node computes, with its operands; None if it is none."""
-    row = _NORMS.get(_called_op(node))
+    row = NORMS.get(_called_op(node))
     call = None if row is None else _call_of(node)
-    if call is None or row is None:
+    if call is None or row is None or not call.has_only(_named(row)):
         return None
     hidden = call.arguments.get(row.x)
     output = call.result(row.out)
     weight = call.arguments.get(row.weight) if row.weight is not None else None
     eps = call.arguments.get(row.eps) if isinstance(row.eps, str) else row.eps
     residual = call.arguments.get(row.residual) if row.residual is not None else None
-    nodes = (hidden, output)
-    if not all(isinstance(value, fx.Node) for value in nodes):
+    if not (isinstance(hidden, fx.Node) and isinstance(output, fx.Node)):
+        return None
+    before, after = tensor(hidden), tensor(output)
+    if before is not None and after is not None and not same_shape(before, after):
         return None
     if row.residual is not None and not isinstance(residual, fx.Node):
         return None
-    if not (weight is None or isinstance(weight, fx.Node)):
+    if not (weight is None or _is_weight(weight, hidden)):
         return None
     if not isinstance(eps, (int, float, fx.Node)):
         return None
-    assert isinstance(hidden, fx.Node)
-    assert isinstance(output, fx.Node)
-    form = row.form if weight is not None else NormForm("none", row.form.cast)
+    form = row.form if weight is not None else NormForm("none", "after_weight")
+    rounded = tensor(weight if row.rounds_to == "weight" else hidden)
+    norm_dtype = rounded.dtype if rounded is not None and form.cast == "before_weight" else None
+    if norm_dtype is torch.float32:  # it is fp32 already
+        form, norm_dtype = replace(form, cast="after_weight"), None
     return OpaqueNorm(
         hidden=hidden,
         output=output,
         interior=tuple(sorted({node, output, *call.results.values()})),
         form=form,
+        norm_dtype=norm_dtype,
         eps=0.0 if isinstance(eps, fx.Node) else float(eps),
         eps_node=eps if isinstance(eps, fx.Node) else None,
         weight=weight,
@@ -233,9 +185,11 @@ def opaque_all_reduce(node: fx.Node) -> tuple[fx.Node, str | None] | None:
 
     The name is None where the library's own name leads to no torch group.
     """
-    row = _ALL_REDUCES.get(_called_op(node))
+    row = ALL_REDUCES.get(_called_op(node))
     call = None if row is None else _call_of(node)
     if call is None or row is None or call.functionalized:
+        return None
+    if not call.has_only({row.x, row.group, *row.ignore}):
         return None
     x, group = call.arguments.get(row.x), call.arguments.get(row.group)
     if not isinstance(x, fx.Node) or not isinstance(group, str):
@@ -243,16 +197,38 @@ def opaque_all_reduce(node: fx.Node) -> tuple[fx.Node, str | None] | None:
     return x, group if row.resolve_group is None else row.resolve_group(group)
 
 
+def _named(row: NormRow) -> set[Result | float | None]:
+    """The arguments whose meaning a row gives."""
+    given = (row.x, row.weight, row.eps, row.out, row.residual, row.residual_out)
+    return {*given, *row.ignore}
+
+
+def _is_weight(weight: object, hidden: object) -> bool:
+    size = hidden_size(hidden)
+    if size is None:
+        return isinstance(weight, fx.Node)
+    return isinstance(weight, fx.Node) and is_vector(weight, size)
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call of an op: its arguments by name and the nodes of its results."""
 
+    op: torch._ops.OpOverload
     arguments: dict[str, Any]
     results: dict[Result, fx.Node] = field(default_factory=dict)
     functionalized: bool = False
 
     def result(self, which: Result) -> fx.Node | None:
         return self.results.get(which)
+
+    def has_only(self, named: Container[object]) -> bool:
+        """True if every other argument is at its default, or None."""
+        return all(
+            self.arguments.get(argument.name) in (None, argument.default_value)
+            for argument in self.op._schema.arguments
+            if argument.name not in named
+        )
 
 
 def _called_op(node: fx.Node) -> str:
@@ -281,7 +257,7 @@ def _plain_call(node: fx.Node, op: torch._ops.OpOverload) -> _Call:
         results[0] = node
     else:
         results.update(_getitems(node))
-    return _Call(arguments, results)
+    return _Call(op, arguments, results)
 
 
 def _functionalized_call(node: fx.Node) -> _Call | None:
@@ -314,7 +290,7 @@ def _functionalized_call(node: fx.Node) -> _Call | None:
             if before is None or after is None or not same_shape(before, after):
                 return None
             results[name] = item
-    return _Call(arguments, results, functionalized=True)
+    return _Call(op, arguments, results, functionalized=True)
 
 
 def _getitems(node: fx.Node) -> dict[Result, fx.Node]:
@@ -341,9 +317,16 @@ def _check_arguments(name: str, arguments: list[str]) -> None:
     packet = getattr(getattr(torch.ops, namespace), short, None)
     if packet is None:
         return  # not registered with torch yet
-    known = [a.name for a in packet.default._schema.arguments]
+    schema = packet.default._schema
+    known = [a.name for a in schema.arguments]
     missing = [argument for argument in arguments if argument not in known]
     if missing:
         raise RegistrationError(
             f"{name} has no argument {missing[0]!r}; it has: {', '.join(known)}."
         )
+    for argument in schema.arguments:
+        if argument.name not in arguments and not argument.has_default_value():
+            raise RegistrationError(
+                f"{name} has an argument {argument.name!r} without a default, and nothing says"
+                f" what it is; if the result doesn't depend on it, give ignore=({argument.name!r},)."
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,10 +54,16 @@ def load(architecture: Architecture, directory: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def inputs(architecture: Architecture) -> dict[str, Any]:
-    """Token ids [batch, tokens] that touch both halves of the vocabulary, no padding id."""
+def inputs(architecture: Architecture, number: int = 0) -> dict[str, Any]:
+    """Token ids [batch, tokens] that touch both halves of the vocabulary, no padding id.
+
+    Args:
+        architecture: What they are for.
+        number: Which input; each is different.
+    """
     size = COMMON_OPTIONS["vocab_size"]
-    ids = (torch.arange(BATCH * TOKENS) * 37 % (size - 1) + 1).reshape(BATCH, TOKENS)
+    ids = (torch.arange(BATCH * TOKENS) * 37 + 11 * number) % (size - 1) + 1
+    ids = ids.reshape(BATCH, TOKENS)
     given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if architecture.auto_class == "AutoModelForSeq2SeqLM":
         given["decoder_input_ids"] = ids.flip(1)
@@ -106,7 +112,7 @@ def capture(model: Any, given: Mapping[str, Any], **settings: Any) -> Captured:
         raise _Seen
 
     torch._dynamo.reset()
-    compiled = torch.compile(
+    compiled: Callable[..., Any] = torch.compile(
         model, fullgraph=True, options={"post_grad_custom_post_pass": look}
     )
     with warnings.catch_warnings(), torch.no_grad():

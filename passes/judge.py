@@ -18,6 +18,7 @@ from fx_fusion.lowering.select import Plan, Problem, Refusal, select
 from fx_fusion.passes import nodes
 from fx_fusion.passes.find_sites import Site
 from fx_fusion.passes.order import Mutations, depends_on
+from fx_fusion.passes.outputs import chain_nodes
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -187,17 +188,22 @@ def _tensors(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | No
 
 
 def _order(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | None:
-    """No input may depend on the reduced value, or be written before the op would read it."""
+    """No input may depend on the reduced value, or be written while the chain is computed.
+
+    The fused op reads its inputs together, all_reduce and norm read them where they stand.
+    """
     del settings
     assert site.reduced is not None
     for role, node in inputs(site):
         if depends_on(node, site.reduced):
             return Refusal(Reason.RESIDUAL_DEPENDS, {"input": role, "node": node.name})
     if facts.mutations:
-        last = max([site.reduced, *(node for _, node in inputs(site))])
+        assert site.norm is not None
         assert site.x is not None
-        for role, node in [("x", site.x), *inputs(site)]:
-            write = facts.mutations.between(node, site.all_reduce, last)
+        read = [("x", site.x), *inputs(site)]
+        read += [("all_reduce", node) for node in chain_nodes(site)]
+        for role, node in read:
+            write = facts.mutations.between(node, site.all_reduce, site.norm.output)
             if write is not None:
                 return Refusal(
                     Reason.INPUT_MUTATED, {"input": role, "by": nodes.op_name(write)}

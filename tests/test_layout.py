@@ -283,3 +283,11 @@ def test_every_reason_has_one_remedy_in_a_full_sentence() -> None:
         r.value for r, text in REMEDIES.items() if not re.fullmatch(r"\S.*\S\.", text)
     ]
     assert unfinished == []
+
+
+def test_test_helpers_are_imported_by_bare_names_that_are_unique() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    names = [path.name for path in files if path.name not in ("__init__.py", "conftest.py")]
+    assert sorted(set(names)) == sorted(names)
+    dotted = re.compile(r"^\s*(?:from|import) tests\b", re.MULTILINE)
+    assert [p.name for p in files if dotted.search(p.read_text(encoding="utf-8"))] == []

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from op_support import BF16, DTYPES, FP32, arguments_for, bits, describe
 
 from fx_fusion.errors import PeerTimeoutError
 from fx_fusion.lowering import cpu_kernel, select
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.cpu_workspace import CpuWorkspace, cpu_workspace
 from fx_fusion.lowering.reference import rank_order_reference
-from tests.lowering.op_support import BF16, DTYPES, FP32, arguments_for, bits, describe
 
 SIZES = ((1, 64), (1, 2880), (2, 63), (3, 1032), (7, 5120), (8, 7168), (65, 2880), (513, 96))
 

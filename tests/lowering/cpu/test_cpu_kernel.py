@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+import cpu_kernel_ranks as ranks
 import pytest
 
 from fx_fusion.errors import SpawnError
 from fx_fusion.testing import spawn
-from tests.lowering.cpu import cpu_kernel_ranks as ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -55,6 +55,8 @@ class Launcher:
         capacity = self._function.clusters_at_once(workspace.multiprocessors)
         if shape.cluster > 1:
             capacity = min(capacity, self._function.device_clusters() // workspace.sharers)
+        if workspace.block_limit:
+            capacity = min(capacity, workspace.block_limit // shape.cluster)
         self.capacity = max(1, capacity)
         rank, own = group.rank(), workspace.addresses[group.rank()]
         self._parameters = bytearray(_CALL.size + _HIDDEN.size + _WORKSPACE.size)

@@ -51,6 +51,10 @@ class GpuWorkspace:
         multiprocessors: Those a rank may fill: the least of all ranks', divided by the ranks
             that share the GPU.
         sharers: The most ranks that share a GPU.
+        block_limit: Blocks of a launch at most, 0 for as many as fit. For tests in which ranks
+            share a GPU with each other and with other kernels: a multiprocessor that holds a
+            waiting block keeps its split of shared memory, with which a kernel that the waiting
+            depends on may not fit, so some have to stay free.
         addresses: Of every rank's memory as mapped here, in rank order.
         lock: Held while a call is put into its stream, so that all of them are ordered.
         launchers: What `gpu_kernel` keeps of the variants in use.
@@ -62,6 +66,7 @@ class GpuWorkspace:
     arch: str = ""
     multiprocessors: int = 0
     sharers: int = 1
+    block_limit: int = 0
     addresses: tuple[int, ...] = ()
     timeout_nanoseconds: int = 0
     context: ctypes.c_void_p = field(default_factory=ctypes.c_void_p)

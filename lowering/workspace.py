@@ -93,6 +93,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
+    if str(chosen) == "cuda":  # without an index
         return torch.device("cuda", torch.cuda.current_device())
     return chosen

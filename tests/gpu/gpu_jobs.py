@@ -6,6 +6,7 @@ import itertools
 import logging
 import random
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ def world_name() -> str:
 def delay(choice: random.Random, rank: int, world_size: int) -> None:
     """Now and then one rank comes late, on the host or on the device."""
     late, how = choice.randrange(world_size), choice.random()
+    cycles = choice.randrange(100_000, 2_000_000)  # drawn on all ranks, which stay in step
     if rank == late and how < 0.1:
-        cuda._sleep(choice.randrange(100_000, 2_000_000))
+        cuda._sleep(cycles)
     elif rank == late and how < 0.2:
         time.sleep(0.001)
 
@@ -69,6 +71,7 @@ def mixed_calls(rank: int, world_size: int, seed: int, calls: int) -> list[str]:
         form = choice.choice(FORMS)
         tokens = tokens_for(form, choice)
         delay(choice, rank, world_size)
+        log.debug("rank %d: call %d, %d tokens, %s", rank, number, tokens, form)
         arguments, given, parts = one_call(
             form, tokens, seed + number, rank, world_size, world_name()
         )
@@ -116,7 +119,7 @@ def rows_do_not_depend_on_the_batch(rank: int, world_size: int) -> list[str]:
 
 def all_ranks_get_the_same_bits(rank: int, world_size: int) -> list[str]:
     _, given, _ = one_call(FORMS[0], 65, 11, rank, world_size, world_name())
-    mine = given.norm.view(torch.int16).cpu()
+    mine = given.norm.view(torch.uint8).cpu()
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
     return [f"rank {r}" for r, other in enumerate(gathered) if not torch.equal(other, mine)]
@@ -201,7 +204,10 @@ def everything(rank: int, world_size: int, calls: int) -> dict[str, list[str]]:
     results = {}
     for name, job in jobs.items():
         start = time.monotonic()
-        results[name] = job()
+        try:
+            results[name] = job()
+        except Exception:  # one job's failure is not to hide the others'
+            results[name] = [traceback.format_exc()]
         torch.cuda.synchronize()
         log.info("rank %d: %s took %.1f s", rank, name, time.monotonic() - start)
     return results

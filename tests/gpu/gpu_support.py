@@ -206,6 +206,8 @@ def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
     assert workspace.arch == device_arch(device)
     if not workspace.launchers:
         workspace.timeout_nanoseconds = 20_000_000_000  # a hang is to end the test soon
+        if workspace.sharers > 1:
+            workspace.block_limit = max(8, workspace.multiprocessors // 2)
         warm_up(FORMS, workspace)
     return workspace
 

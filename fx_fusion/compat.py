@@ -37,6 +37,7 @@ __all__ = [
     "all_group_sizes",
     "ambient_post_pass",
     "caching_is_on",
+    "capture_with_inductor",
     "compile_scope",
     "compile_with_inductor",
     "custom_passes",
@@ -51,6 +52,7 @@ __all__ = [
     "mode_names",
     "mode_options",
     "reset_inductor",
+    "run_post_grad_passes",
     "runs_post_grad_passes",
     "versions",
 ]
@@ -242,6 +244,50 @@ def compile_with_inductor(
     wrapper = make_wrapper(None, dict(options), None)
     compiled: Callable[..., Any] = wrapper(gm, example_inputs)
     return compiled
+
+
+def capture_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    inner_compile: Callable[..., Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Let Inductor do all up to the point where it compiles a graph, and call another for that.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        example_inputs: Its inputs.
+        options: Inductor's options.
+        inner_compile: Called as `inner_compile(gm, example_inputs, **kwargs)` for each graph
+            that AOTAutograd makes, `is_inference` or `is_backward` being among the keywords.
+            What it returns is called with one list of inputs, and must say so by an attribute
+            `_boxed_call`.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    call: Callable[..., Any] = compile_fx
+    compiled: Callable[..., Any] = call(
+        gm, example_inputs, inner_compile=inner_compile, config_patches=dict(options)
+    )
+    return compiled
+
+
+def run_post_grad_passes(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool
+) -> None:
+    """Apply Inductor's post-grad passes, custom ones included, as it does when it compiles.
+
+    The steps are those of torch/_inductor/compile_fx.py up to its code generation.
+    """
+    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
+    from torch._inductor.virtualized import V
+
+    compile_fx.view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = compile_fx.fake_tensor_prop(gm, example_inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    with V.set_fake_mode(fake_mode), compile_fx.get_cuda_device_context(gm):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
 
 
 def reset_inductor() -> None:

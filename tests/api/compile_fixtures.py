@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compile_support import QUICK
 from torch._dynamo.utils import counters
+from torch._inductor import config
 
 import fx_fusion
 
@@ -29,5 +31,6 @@ def compiling(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     torch._dynamo.reset()
     counters.clear()
     fx_fusion.clear_reports()
-    yield
+    with config.patch(QUICK):
+        yield
     torch._dynamo.reset()

@@ -15,6 +15,8 @@ from torch import fx, nn
 from fx_fusion.passes import pipeline
 
 HIDDEN = 32
+#: Inductor's options under which C++ compiles sooner: no vector code, no trial of it.
+QUICK = {"cpp.vec_isa_ok": False}
 FUSED_OP = "fx_fusion.all_reduce_add_rms_norm.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compile_support import HIDDEN, Block, fused_graphs, inputs, layer
+from compile_support import HIDDEN, QUICK, Block, fused_graphs, inputs, layer
 from torch._dynamo.utils import counters
+from torch._inductor import config
 
 import fx_fusion
 from fx_fusion.errors import WorldSizeError
@@ -36,6 +37,7 @@ def differences(given: Any, expected: Any) -> list[float]:
 def cached(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     """Compile a layer, then a training step, in a fresh process whose cache may hold them."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    config.load_config(QUICK)
     given = own_inputs(rank)
     block, (x, residual, _) = Block(), given
     state = torch.Generator().manual_seed(0)
@@ -58,9 +60,9 @@ def cached(rank: int, world_size: int, directory: str) -> dict[str, Any]:
 
 def test_a_warm_cache_gives_the_fused_graphs_and_reports_without_a_pass(tmp_path: Path) -> None:
     # Both ranks share the directory; the second to come may find the first one's graphs.
-    cold = spawn(cached, 2, timeout=180, args=(str(tmp_path),))
+    cold = spawn(cached, 2, timeout=300, args=(str(tmp_path),))
     assert 3 <= sum(rank["pass calls"] for rank in cold) <= 6
-    warm = spawn(cached, 2, timeout=180, args=(str(tmp_path),))
+    warm = spawn(cached, 2, timeout=300, args=(str(tmp_path),))
     assert [rank["pass calls"] for rank in warm] == [0, 0]
     assert [rank["cache hits"] for rank in warm] == [(2, 3), (2, 3)]
     for number, rank in enumerate(cold + warm):
@@ -145,6 +147,7 @@ def new_group(rank: int, directory: str) -> dict[str, Any]:
 
 def everything(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/cache"
+    config.load_config(QUICK)
     done: dict[str, Any] = {"training": training(rank)}
     for name, job in (("unlike", unlike_ranks), ("group", new_group)):
         torch._dynamo.reset()

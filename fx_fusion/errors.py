@@ -42,6 +42,10 @@ class RegistrationError(FxFusionError, ValueError):
     """An op given to `register_rms_norm` or `register_all_reduce` can't be used as told."""
 
 
+class DataNeededError(FxFusionError, RuntimeError):
+    """A call can't be followed to its end without the value of a tensor."""
+
+
 class SpawnError(FxFusionError, RuntimeError):
     """A rank started by `fx_fusion.testing.spawn` failed, died or ran out of time."""
 

@@ -72,24 +72,24 @@ def explain(fn: Callable[..., Any], **settings: Any) -> Callable[..., FusionRepo
         SettingError: An unknown option or value, at once.
         GroupError: When called: the code needs a process group, and there is none.
     """
-    target, arguments = _compiled_target(fn), _checked(settings)
+    _compiled_target(fn)
+    _check(settings)
 
     def explained(*args: Any, **kwargs: Any) -> FusionReport:
-        capture, incomplete = captured(target, arguments, args, kwargs)
+        capture, incomplete = captured_call(fn, settings, args, kwargs)
         reports = tuple(g.report for g in capture.graphs if g.report is not None)
         return FusionReport(_with_notes(reports, incomplete), incomplete)
 
     return explained
 
 
-def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings; raises SettingError at once for one that is wrong."""
+def _check(settings: Mapping[str, Any]) -> None:
+    """Raise SettingError for a setting that is wrong."""
     known = (*FusionSettings.names(), *_COMPILE_OPTIONS)
     for name in settings:
         if name not in known:
             raise SettingError(unknown_name("fx_fusion option", name, known))
     _capture(settings, None)
-    return dict(settings)
 
 
 def _capture(settings: Mapping[str, Any], text: When | None) -> Capture:
@@ -109,7 +109,7 @@ def _compiled_target(fn: Any) -> Any:
     return fn if original is None else _compiled_target(original)
 
 
-def captured(
+def captured_call(
     fn: Callable[..., Any],
     settings: Mapping[str, Any],
     args: tuple[Any, ...],
@@ -119,7 +119,7 @@ def captured(
     """Capture the graphs of one call.
 
     Args:
-        fn: What torch.compile is given.
+        fn: What `explain` takes.
         settings: As `explain` takes them.
         args: The call's arguments; `kwargs` those by keyword.
         text: What to keep of the graphs, see `Capture`.
@@ -127,6 +127,8 @@ def captured(
     Returns:
         What was captured, and where and why the view ends early, "" if it doesn't.
     """
+    _check(settings)
+    fn = _compiled_target(fn)
     capture = _capture(settings, text)
     leaves = pytree.tree_leaves((args, kwargs))
     modules = modules_of(fn, leaves)

@@ -9,8 +9,9 @@
 
 The text of a graph depends on what it computes, not on the machine, the device or torch's own
 names: nodes and symbolic sizes are numbered as they appear, there are no paths, strides or
-addresses, floats are printed as %.6g, arguments that equal an op's default are left out, and
-ops that torch's releases spell in several ways have one name (`_SAME`).
+addresses, floats are printed as %.6g, arguments that equal an op's default are left out, inputs
+that are no tensors and that no op reads too, and ops that torch's releases spell in several ways
+have one name (`_SAME`).
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class _Writer:
         """The lines of a graph."""
         for node in graph.nodes:
             if node.op == "output":
-                yield f"return {self._value(node.args[0])}"
+                yield f"return {self._value(_without_idle_objects(node.args[0]))}"
+            elif _is_idle_object(node):
+                continue
             elif node.op == "get_attr":
                 yield from self._attribute(node)
             else:
@@ -198,6 +201,27 @@ class _Writer:
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(map(self._value, parts))})"
         return _object_text(value)
+
+
+def _is_idle_object(node: object) -> bool:
+    """True for an input that holds no tensor or number, and that no op reads.
+
+    From torch 2.12 on, DTensor's device mesh is such an input, and is handed on to the backward
+    graph; in earlier releases it isn't there.
+    """
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or "val" not in node.meta:
+        return False
+    known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, str)
+    value = node.meta["val"]
+    if value is None or isinstance(value, (*known, list, tuple)):
+        return False
+    return all(user.op == "output" for user in node.users)
+
+
+def _without_idle_objects(results: object) -> object:
+    if not isinstance(results, (list, tuple)):
+        return results
+    return type(results)(value for value in results if not _is_idle_object(value))
 
 
 def _is_item(node: fx.Node) -> bool:

@@ -140,7 +140,7 @@ return n1""",
 
     def test_placeholders_that_are_no_tensors_show_their_kind(self) -> None:
         graph = fx.Graph()
-        for name, value in {"a": None, "b": 3, "c": 2.5, "d": object()}.items():
+        for name, value in {"a": None, "b": 3, "c": 2.5}.items():
             graph.placeholder(name).meta["val"] = value
         graph.output(())
         self.assertExpectedInline(
@@ -149,8 +149,21 @@ return n1""",
 p0: None
 p1: int
 p2: float
-p3: object
 return ()""",
+        )
+
+    def test_objects_show_where_an_op_reads_them(self) -> None:
+        graph = fx.Graph()
+        idle, read = graph.placeholder("mesh"), graph.placeholder("other_mesh")
+        idle.meta["val"] = read.meta["val"] = object()
+        group = graph.call_function(getattr, (read, "group"))
+        graph.output((idle, group, idle))
+        self.assertExpectedInline(
+            graph_text(graph),
+            """\
+p0: object
+n0 = builtins.getattr(p0, 'group')
+return (n0,)""",
         )
 
     def test_a_constant_is_written_once(self) -> None:

@@ -144,7 +144,8 @@ def _range(modules: Sequence[str]) -> str:
 
 def _reduced(site: SiteReport) -> str:
     """ "bfloat16[4, 4096] over the 8 ranks of group '0'"."""
-    text = f"{site.dtype or 'a tensor'}[{', '.join(map(str, site.shape))}]"
+    known = f"{site.dtype}[{', '.join(map(str, site.shape))}]"
+    text = known if site.dtype else "a tensor of unknown shape"
     if site.world_size is None:
         ranks = "over an unknown number of ranks"
     else:

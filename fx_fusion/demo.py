@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
     from fx_fusion.demo_rank import Job, run_rank
+    from fx_fusion.errors import SpawnError
     from fx_fusion.testing import spawn
 
     # Everything is made here; nothing may ask a server.
@@ -66,13 +67,17 @@ def main(arguments: list[str] | None = None) -> int:
             TOKENS,
             options.steps,
         )
-        results = spawn(
-            run_rank,
-            options.world_size,
-            device=options.device,
-            timeout=options.timeout,
-            args=(job,),
-        )
+        try:
+            results = spawn(
+                run_rank,
+                options.world_size,
+                device=options.device,
+                timeout=options.timeout,
+                args=(job,),
+            )
+        except SpawnError as error:
+            print(f"WRONG: {error}", file=sys.stderr)
+            return 1
     print(f"\n{results[0].report}\n\n{table(results, options)}\n")
     problems = find_problems(results, options)
     for problem in problems:
@@ -223,19 +228,13 @@ def find_problems(results: list[RankResult], options: argparse.Namespace) -> lis
 def closing_line(results: list[RankResult], options: argparse.Namespace) -> str:
     """The one line to trust: what was fused, how far from eager, whether the ranks agree."""
     from fx_fusion.demo_rank import FUSED
+    from fx_fusion.report_text import headline
 
     report = results[0].report
-    fused = on_a_kernel(report)
-    rewritten = report.fused_count - fused
-    done = f"{fused} of {report.site_count} sites fused"
-    if not fused:
-        done = f"{rewritten} of {report.site_count} sites rewritten, running the unfused path"
-    elif rewritten:
-        done += f", {rewritten} more rewritten, running the unfused path"
     difference = max(result.differences[FUSED] for result in results)
     agree = "agree" if len({result.digest for result in results}) == 1 else "DO NOT agree"
     return (
-        f"{done}; largest difference from eager {difference:.2e} (at most {bound(results, options):.2e} allowed for"
+        f"{headline(report)}; largest difference from eager {difference:.2e} (at most {bound(results, options):.2e} allowed for"
         f" {options.dtype}); the {len(results)} ranks {agree} bit for bit."
     )
 

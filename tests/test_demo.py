@@ -99,7 +99,7 @@ def test_a_graph_where_nothing_was_done_is_a_problem(report: FusionReport, words
         (report_of("one_shot", "one_shot"), "2 of 2 sites fused;"),
         (
             report_of("one_shot", "unfused", None),
-            "1 of 3 sites fused, 1 more rewritten, running the unfused path;",
+            "2 of 3 sites fused, 1 of them running the unfused path;",
         ),
     ],
 )
@@ -113,6 +113,11 @@ def test_the_allowed_difference_grows_with_the_dtype_s_rounding() -> None:
     single = demo.bound([GOOD], OPTIONS)
     half = demo.bound([GOOD], Namespace(dtype="bfloat16"))
     assert half == single * 2**16
+
+
+def test_ranks_that_do_not_finish_fail_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--device", "cpu", "--timeout", "1"]) == 1
+    assert "did not finish within 1 s" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_split_over_the_ranks_are_refused(

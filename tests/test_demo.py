@@ -115,7 +115,11 @@ def test_the_allowed_difference_grows_with_the_dtype_s_rounding() -> None:
     assert half == single * 2**16
 
 
-def test_ranks_that_do_not_finish_fail_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_finish_fail_the_demo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # the demo sets them; put back afterwards
     assert demo.main(["--device", "cpu", "--timeout", "1"]) == 1
     assert "did not finish within 1 s" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, cast, get_args
 
 import torch
+
 from fx_fusion.lowering.norm_form import Reciprocal, Weight
 
 #: The dtypes of tensors with a hidden dimension, and of the casts in between.

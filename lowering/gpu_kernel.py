@@ -107,6 +107,18 @@ def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
         PeerTimeoutError: An earlier call failed, here or in a graph's replay.
     """
     workspace.check()
+    index = arguments.x.device.index
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return run(arguments, workspace)
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    with workspace.lock:
+        workspace.order(stream)
+        return enqueue(arguments, workspace, stream)
+
+
+def enqueue(arguments: Arguments, workspace: GpuWorkspace, stream: int) -> Results:
+    """Put one call into the stream, as one launch or more; the workspace's lock is held."""
     x = _aligned(arguments.x)
     residual, weight, bias = (
         None if value is None else _aligned(value)
@@ -120,10 +132,7 @@ def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
         arguments.scale, arguments.scale_tensor, bias_out_dtype(arguments)
     )
     most = rows_per_launch(hidden_size, width, arguments.world_size)
-    if torch.cuda.current_device() != x.device.index:
-        with torch.cuda.device(x.device):
-            return run(arguments, workspace)
-    # (address, bytes from row to row) of what the launch reads and writes
+    # (address, bytes from row to row) of what a launch reads and writes
     arrays = (
         (x.data_ptr(), hidden_size * width),
         _array(residual, hidden_size),
@@ -136,14 +145,11 @@ def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
         _array(results.reduced, hidden_size),
         _array(results.rstd, 1),
     )
-    stream: int = torch._C._cuda_getCurrentRawStream(x.device.index)
-    with workspace.lock:
-        workspace.order(stream)
-        for first in range(0, rows, most):
-            count = min(most, rows - first)
-            launcher = _launcher(arguments, count, workspace)
-            pointers = tuple(address + first * stride for address, stride in arrays)
-            launcher.launch(pointers, count, eps, scale, stream)
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        launcher = _launcher(arguments, count, workspace)
+        pointers = tuple(address + first * stride for address, stride in arrays)
+        launcher.launch(pointers, count, eps, scale, stream)
     return results
 
 

@@ -284,14 +284,19 @@ def _share(workspace: GpuWorkspace) -> None:
     )
     handle = cast(Any, symmetric_memory).rendezvous(memory, group.group_name)
     offset = int(getattr(handle, "offset", 0))
-    memory.zero_()
-    memory[: sizes.buffers[4]].view(torch.int16).fill_(-0x8000)
-    memory[sizes.buffers[4] : sizes.states[2]].view(torch.int32).fill_(-0x80000000)
+    mark_empty(memory, sizes)
     host = torch.zeros(_HOST_WORDS, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize(device)
     workspace.addresses = tuple(int(p) + offset for p in handle.buffer_ptrs)
     workspace._memory, workspace._handle, workspace._host = memory, handle, host
     workspace._host_words = (ctypes.c_int32 * _HOST_WORDS).from_address(host.data_ptr())
+
+
+def mark_empty(memory: torch.Tensor, sizes: Layout) -> None:
+    """Fill a rank's memory: -0.0 where nothing has arrived, zeros in states and control."""
+    memory.zero_()
+    memory[: sizes.buffers[4]].view(torch.int16).fill_(-0x8000)
+    memory[sizes.buffers[4] : sizes.states[2]].view(torch.int32).fill_(-0x80000000)
 
 
 def _timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:

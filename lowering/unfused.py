@@ -49,13 +49,14 @@ def _reduce(x: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup) -> 
 
 def _sum_in_rank_order(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks, in fp32, in rank order, from +0.0, rounded once to x's dtype."""
-    # Not the functional collective: over gloo with GPU tensors it crashed (torch 2.11).
-    parts = x.new_empty(group.size() * x.numel())
-    dist.all_gather_into_tensor(parts, x.view(-1), group=group)
-    total = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
-    for part in parts.view(group.size(), -1):
+    # Not the functional all_gather: over gloo with GPU tensors it crashed (torch 2.11). Not
+    # all_gather_into_tensor: its name changes (2.13).
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for part in parts:
         total += part
-    return total.to(x.dtype).view(x.shape)
+    return total.to(x.dtype)
 
 
 def _hidden_state(reduced: torch.Tensor, arguments: Arguments) -> torch.Tensor:

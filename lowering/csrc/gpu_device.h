@@ -1,4 +1,4 @@
-// What the GPU kernels need of the machine, in NVIDIA's and AMD's words: memory operations with
+// What the GPU kernels need of the machine, in NVIDIA's and AMD's words (and a test's): memory operations with
 // their scope, rounding, the clock, clusters, programmatic launch. No header of either is read,
 // so the source compiles with NVRTC, hipRTC and plain clang.
 //
@@ -20,7 +20,7 @@ struct alignas(16) Words {
 #if defined(__HIP__)
 #define DEVICE __attribute__((device, always_inline)) inline
 #define KERNEL extern "C" __attribute__((global))
-#define SHARED __attribute__((shared))
+#define SHARED(type, name, count) __attribute__((shared)) type name[2][count]
 #define BOUNDS(threads, blocks) __attribute__((amdgpu_flat_work_group_size(64, threads)))
 
 DEVICE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
@@ -97,10 +97,13 @@ DEVICE u32 pack_bfloat16(float low, float high) {
   return bfloat16_bits(low) | bfloat16_bits(high) << 16;
 }
 
+#elif defined(FX_FUSION_EMULATED)
+#include "gpu_emulator.h"  // of the tests: GPU threads as fibers of one process
+
 #else  // NVIDIA
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__
-#define SHARED __shared__
+#define SHARED(type, name, count) __shared__ type name[2][count]
 #define BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 
 DEVICE u32 thread_index() { return threadIdx.x; }

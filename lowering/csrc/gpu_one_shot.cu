@@ -287,7 +287,7 @@ DEVICE bool gather(const Params& p, const Words& own, u32 slot, u32 segment, u32
 // ---- the kernel -------------------------------------------------------------------------
 
 KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
-  SHARED float leaves[2][kMaxLeaves];
+  SHARED(float, leaves, kMaxLeaves);  // two of them, [2][kMaxLeaves]
   const u32 thread = thread_index();
   const u32 lane = thread % 32;
   const u32 block = CLUSTER > 1 ? cluster_rank() : 0;

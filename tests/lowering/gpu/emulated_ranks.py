@@ -1,0 +1,199 @@
+"""The GPU kernel's source and the code that launches it, on emulated ranks without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_layout
+from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.cpu_build import compiler
+from fx_fusion.lowering.gpu_variant import Variant, variant_of
+from fx_fusion.lowering.gpu_workspace import GpuWorkspace, mark_empty
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared")
+#: Multiprocessors that the launch code is told of; few, so that launches of a few rows differ.
+MULTIPROCESSORS = 16
+#: Clusters that fit at once; more rows than that make a cluster take several.
+CLUSTERS_AT_ONCE = 2
+#: Segments of the ring, for 2-byte elements; a call with more is several launches.
+SEGMENTS = 8
+Mutation = Callable[[str], str]
+
+
+def variant_for(arguments: Arguments) -> Variant:
+    """The variant of a call that is one launch."""
+    x = arguments.x
+    shape = gpu_layout.geometry(
+        x.shape[-1], x.element_size(), arguments.world_size, x.shape[0], MULTIPROCESSORS, True
+    )
+    return variant_of(arguments, shape)
+
+
+def build(
+    folder: Path, variants: Sequence[Variant], mutate: Mutation | None = None
+) -> ctypes.CDLL:
+    """Compile the kernel's source, or a mutant of it, once for each variant."""
+    source, header = gpu_build.sources()
+    (folder / "gpu_device.h").write_text(header)
+    (folder / "gpu_one_shot.cu").write_text(mutate(source) if mutate else source)
+    lines = []
+    for number, variant in enumerate(variants):
+        defined = variant._asdict()
+        lines += [f"#define {name.upper()} {value}" for name, value in defined.items()]
+        lines += [
+            f"namespace v{number} {{",
+            '#include "gpu_one_shot.cu"',
+            "void entry(const void* p) {",
+            f"  {gpu_build.KERNEL_NAME}(*static_cast<const Params*>(p));",
+            "}",
+            "}",
+        ]
+        lines += [f"#undef {name.upper()}" for name in defined]
+    names = ", ".join(f"v{number}::entry" for number in range(len(variants)))
+    lines.append(f"static void (*const kernels[])(const void*) = {{{names}}};")
+    (folder / "variants.inc").write_text("\n".join(lines))
+    target = folder / "emulator.so"
+    command = [compiler(), *FLAGS, f"-I{folder}", f"-I{HERE}"]
+    done = subprocess.run(
+        [*command, str(HERE / "emulator_main.cpp"), "-o", str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    library = ctypes.CDLL(str(target))
+    library.emulator_input.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.emulator_memory.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
+    library.emulator_run.argtypes = [ctypes.c_uint64]
+    return library
+
+
+@dataclass
+class Group:
+    """What the launch code asks of a process group."""
+
+    my_rank: int
+    ranks: int
+    group_name: str = "emulated"
+
+    def rank(self) -> int:
+        return self.my_rank
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class Ranks:
+    """Emulated ranks with a workspace each; calls are queued, then run together."""
+
+    #: Steps of the emulator after which a run is given up.
+    most_steps = 400_000_000
+
+    def __init__(self, library: ctypes.CDLL, variants: Sequence[Variant], size: int) -> None:
+        self.library, self.variants, self.size = library, list(variants), size
+        sizes = gpu_layout.layout(size)
+        self.memories = [torch.empty(sizes.total, dtype=torch.uint8) for _ in range(size)]
+        self.workspaces = []
+        for rank, memory in enumerate(self.memories):
+            mark_empty(memory, sizes)
+            library.emulator_memory(rank, memory.data_ptr(), sizes.total)
+            host = torch.zeros(17, dtype=torch.int32)
+            workspace = GpuWorkspace(
+                Group(rank, size),  # type: ignore[arg-type]
+                torch.device("cpu"),
+                arch="sm_90",
+                multiprocessors=MULTIPROCESSORS,
+                addresses=tuple(m.data_ptr() for m in self.memories),
+                timeout_nanoseconds=1 << 40,
+            )
+            workspace._host = host
+            workspace._host_words = (ctypes.c_int32 * 17).from_address(host.data_ptr())
+            self.workspaces.append(workspace)
+        self.kept: list[Any] = []
+
+    def function(self, code: bytes, name: str, **shape: Any) -> Any:
+        """Stands in for `gpu_driver.Function`; the stream's number is the rank."""
+        number, library = int(code), self.library
+
+        class Function:
+            def clusters_at_once(self, multiprocessors: int) -> int:
+                return CLUSTERS_AT_ONCE
+
+            def device_clusters(self) -> int:
+                return 1000
+
+            def launch(self, clusters: int, stream: int, parameters: Any) -> None:
+                size = gpu_kernel._CALL.size + gpu_kernel._HIDDEN.size
+                size += gpu_kernel._WORKSPACE.size
+                text = ctypes.string_at(parameters[0], size)
+                library.emulator_launch(
+                    stream, number, text, size, clusters, shape["cluster"], shape["threads"]
+                )
+
+        return Function()
+
+    def machine_code(self, variant: Variant, arch: str) -> bytes:
+        """Stands in for `gpu_build.machine_code`: the variant's number."""
+        return str(self.variants.index(variant)).encode()
+
+    def call(self, rank: int, arguments: Arguments) -> Results:
+        """Queue a call of one rank. Its x and residual are NaN until its predecessor ended."""
+        late = {}
+        for name in ("x", "residual"):
+            value = getattr(arguments, name)
+            if value is not None:
+                late[name] = torch.full_like(value, float("nan"))
+                self.library.emulator_input(
+                    late[name].data_ptr(),
+                    value.data_ptr(),
+                    value.numel() * value.element_size(),
+                )
+                self.kept += [value, late[name]]
+        given = gpu_kernel.enqueue(arguments._replace(**late), self.workspaces[rank], rank)
+        self.kept.append((arguments, given))
+        return given
+
+    def run(self) -> int:
+        """Run what was queued: 0 if it ended, 1 if it hung, 2 if it took too long."""
+        status = int(self.library.emulator_run(self.most_steps))
+        self.kept.clear()
+        return status
+
+
+@contextmanager
+def emulated(
+    library: ctypes.CDLL, variants: Sequence[Variant], size: int, seed: int
+) -> Iterator[Ranks]:
+    """Ranks whose launches go to the emulator."""
+    library.emulator_reset(seed, size)
+    with small_ring():
+        ranks = Ranks(library, variants, size)
+        with (
+            mock.patch.object(gpu_driver, "Function", ranks.function),
+            mock.patch.object(gpu_build, "machine_code", ranks.machine_code),
+        ):
+            yield ranks
+
+
+@contextmanager
+def small_ring() -> Iterator[None]:
+    """A ring of few segments, so that small calls stream through it in chunks."""
+
+    def segments(world_size: int, element_size: int) -> int:
+        return SEGMENTS if element_size == 2 else SEGMENTS // 2
+
+    gpu_layout.layout.cache_clear()
+    with mock.patch.object(gpu_layout, "segments", segments):
+        yield
+    gpu_layout.layout.cache_clear()

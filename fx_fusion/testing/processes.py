@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,8 @@ from fx_fusion.errors import SpawnError
 
 #: Seconds the other ranks get to end by themselves once one of them has failed.
 _GRACE: Final = 5.0
-#: The share of the time limit after which a collective gives up, so that a rank that waits
-#: for a lost peer can still report where it waited.
+#: The share of the time left at the start after which a collective gives up, so that a rank
+#: that waits for a lost peer can still report where it waited.
 _COLLECTIVE_SHARE: Final = 0.7
 
 
@@ -103,7 +103,7 @@ def spawn(
         ranks: list[_Rank] = []
         try:
             for number in range(world_size):
-                ranks.append(_start(number, world_size, device, timeout, job, directory))
+                ranks.append(_start(number, world_size, device, deadline, job, directory))
             first_failure = _wait_for_reports(ranks, deadline)
             _dump_stacks([rank for rank in ranks if not rank.reported])
             errors = _errors(ranks, timeout, first_failure)
@@ -150,7 +150,7 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _start(
-    rank: int, world_size: int, device: str, timeout: float, job: bytes, directory: Path
+    rank: int, world_size: int, device: str, deadline: float, job: bytes, directory: Path
 ) -> _Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -158,7 +158,7 @@ def _start(
     own.mkdir()
     process = context.Process(
         target=_child,
-        args=(rank, world_size, device, timeout, job, str(directory), theirs),
+        args=(rank, world_size, device, deadline, job, str(directory), theirs),
         name=f"rank {rank}",
     )
     process.start()
@@ -229,10 +229,7 @@ def _errors(ranks: list[_Rank], timeout: float, failed_at: float | None) -> list
             continue
         elif rank.exited:
             rank.process.join(timeout=_GRACE)
-            errors.append(
-                f"rank {number} ended with exit code {rank.process.exitcode} and no report"
-                ' (a script that calls spawn needs `if __name__ == "__main__":` around it).'
-            )
+            errors.append(f"rank {number} {_ending(rank.process.exitcode)}")
         else:
             why = f"did not finish within {timeout:g} s"
             if failed_at is not None:
@@ -244,6 +241,19 @@ def _errors(ranks: list[_Rank], timeout: float, failed_at: float | None) -> list
     return errors
 
 
+def _ending(exit_code: int | None) -> str:
+    """How a process that left no report ended, in words."""
+    if exit_code is not None and exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name} and left no report."
+    # Exit code 1 is also what multiprocessing gives for a script without the guard.
+    hint = (
+        ' (a script that calls spawn needs `if __name__ == "__main__":` around it)'
+        if exit_code == 1
+        else ""
+    )
+    return f"ended with exit code {exit_code} and left no report{hint}."
+
+
 def _result(rank: _Rank) -> Any:
     return pickle.loads((rank.directory / "report").read_bytes())
 
@@ -252,7 +262,7 @@ def _child(
     rank: int,
     world_size: int,
     device: str,
-    timeout: float,
+    deadline: float,
     job: bytes,
     directory: str,
     pipe: Connection,
@@ -261,12 +271,12 @@ def _child(
     # A session of its own lets the parent end this process with all that it starts.
     os.setsid()
     own = Path(directory) / f"rank{rank}"
-    _end_with_parent(timeout)
+    _end_with_parent(deadline)
     # Unbuffered and kept open: the handler writes to the descriptor.
     stack = (own / "stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
-        _join_group(rank, world_size, device, timeout, Path(directory))
+        _join_group(rank, world_size, device, deadline, Path(directory))
         fn, args = pickle.loads(job)
         report = pickle.dumps(fn(rank, world_size, *args))
     except BaseException:
@@ -275,7 +285,7 @@ def _child(
         os._exit(1)
     _write(own / "report", report)
     pipe.send_bytes(b"reported")
-    pipe.poll(timeout)
+    pipe.poll(max(0.0, deadline - time.monotonic()) + _GRACE)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -287,20 +297,20 @@ def _write(path: Path, data: bytes) -> None:
     part.rename(path)
 
 
-def _end_with_parent(timeout: float) -> None:
-    """End this process when its parent is gone, or long after its time is up."""
+def _end_with_parent(deadline: float) -> None:
+    """End this process when its parent is gone, or when its time has been up for a while."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
-        wait([parent.sentinel], timeout=2 * timeout + _GRACE)
+        wait([parent.sentinel], max(0.0, deadline - time.monotonic()) + 2 * _GRACE)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="fx_fusion spawn watch").start()
 
 
 def _join_group(
-    rank: int, world_size: int, device: str, timeout: float, directory: Path
+    rank: int, world_size: int, device: str, deadline: float, directory: Path
 ) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
@@ -315,10 +325,19 @@ def _join_group(
     if sys.platform == "linux":
         # All ranks are on this host; don't depend on how its name resolves.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # torch leaves it untyped.
+    store = cast(Any, dist).FileStore(str(directory / "store"), world_size)
+    # The clock is the machine's, so the parent's deadline means the same here.
+    timeout = timedelta(seconds=max(1.0, _COLLECTIVE_SHARE * (deadline - time.monotonic())))
     dist.init_process_group(
         backend,
-        init_method=f"file://{directory}/store",
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=max(1.0, _COLLECTIVE_SHARE * timeout)),
+        timeout=timeout,
     )
+    # Start together: a rank that ends or fails at once would break off connections that the
+    # others are still making. Through the store, so that no connection has traffic of it.
+    if store.add("joined", 1) == world_size:
+        store.set("all joined", "yes")
+    store.wait(["all joined"], timeout)

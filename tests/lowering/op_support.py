@@ -11,10 +11,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.select import digest_of
 from fx_fusion.ops import all_reduce_add_rms_norm
+from fx_fusion.settings import FusionSettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
+#: The op's `plan` for the unfused path, which equals eager bit by bit; kernels have their own
+#: tests, and their own order of adding up a row's squares.
+UNFUSED = digest_of(FusionSettings(kernel="unfused"))
 ALL = {"want_norm": True, "want_residual": True, "want_reduced": True, "want_rstd": True}
 
 

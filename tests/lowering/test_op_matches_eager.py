@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
+import op_support
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,6 @@ from op_support import (
     FP16,
     FP32,
     all_reduce,
-    arguments_for,
     bits,
     call,
     describe,
@@ -25,8 +26,11 @@ from op_support import (
 )
 
 from fx_fusion.lowering.arguments import Arguments
+from fx_fusion.lowering.norm_form import Reciprocal, Weight
 from fx_fusion.lowering.reference import eager_lines
 from fx_fusion.testing import spawn
+
+arguments_for = partial(op_support.arguments_for, plan=op_support.UNFUSED)
 
 Failures = tuple[int, list[str]]
 Results = dict[str, Any]
@@ -101,8 +105,8 @@ def spellings_of_the_norm(rank: int, world_size: int) -> Failures:
     cases = product(
         dtype=DTYPES,
         weight=(None, BF16, FP32),
-        weight_form=("w", "1+w", "none"),
-        reciprocal=("rsqrt", "pow", "sqrt"),
+        weight_form=get_args(Weight),
+        reciprocal=get_args(Reciprocal),
         norm_dtype=(None, BF16, FP32),
         out_dtype=(None, FP16, FP32),
         eps_tensor=(None, torch.tensor(1e-3, dtype=torch.float64)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
+import op_support
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from op_support import (
     FP16,
     FP32,
     all_reduce,
-    arguments_for,
     bits,
     call,
     describe,
@@ -29,6 +30,8 @@ from fx_fusion.errors import GroupError, WorldSizeError
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.reference import eager_lines, fp64_oracle, rank_order_reference
 from fx_fusion.testing import spawn
+
+arguments_for = partial(op_support.arguments_for, plan=op_support.UNFUSED)
 
 WORLD = 3
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Modules outside passes/ and lowering/ that steer what the pass does or what it reports.
 _STEERING: Final = ("compat", "report", "settings", "switch")
+
+_NO_TRACE: Final = "fx_fusion can't write its trace; please report this"
 
 
 class FusionPass(compat.InferenceAwarePass):
@@ -51,7 +52,6 @@ class FusionPass(compat.InferenceAwarePass):
             graph: A post-grad graph.
             is_inference: Whether no backward graph belongs to it; None if unknown (torch 2.11).
         """
-        _register_lowering()
         before = _traced_text(graph)
         report = self._fused_or_restored(graph, compat.graph_kind(is_inference))
         report = dataclasses.replace(report, notes=(*report.notes, *_caching_notes()))
@@ -103,6 +103,7 @@ class FusionPass(compat.InferenceAwarePass):
         the user's compile error."""
         snapshot = Snapshot(graph)
         try:
+            _register_lowering()  # nothing is fused where Inductor can't be told how to order it
             # Held as it was when the compilation began: a backward graph may be compiled later.
             with switch.disable(switch.is_disabled_for_compile()):
                 report = pipeline.fuse_graph(graph, self.settings, kind=kind)
@@ -177,26 +178,21 @@ def _traced_text(graph: fx.Graph) -> str | None:
         return None
     from fx_fusion.graph_text import graph_text
 
-    with _never_raising():
+    try:
         return graph_text(graph)
-    return None
+    except Exception:  # writing a trace must not become the user's compile error
+        log.warning(_NO_TRACE, exc_info=True)
+        return None
 
 
 def _trace(report: GraphReport, before: str, graph: fx.Graph) -> None:
     """Add the report and both graphs to the structured trace."""
-    with _never_raising():
-        from fx_fusion import trace
+    from fx_fusion import trace
 
-        trace.emit(report, before, _traced_text(graph) or "")
-
-
-@contextmanager
-def _never_raising() -> Iterator[None]:
-    """Writing a trace must not become the user's compile error."""
     try:
-        yield
+        trace.emit(report, before, _traced_text(graph) or "")
     except Exception:
-        log.warning("fx_fusion can't write its trace; please report this", exc_info=True)
+        log.warning(_NO_TRACE, exc_info=True)
 
 
 def _register_lowering() -> None:

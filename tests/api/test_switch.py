@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_backward_graph_compiled_later_keeps_the_state_of_its_forward(through:
             super().__call__(graph, is_inference)
 
     with fake_group(4), functorch_config.patch(enable_autograd_cache=False):
-        options = {"post_grad_custom_post_pass": Watching()}
+        options: dict[str, Any] = {"post_grad_custom_post_pass": Watching()}
         if through == "backend":
             compiled = torch.compile(Block(), backend="fx_fusion")
         else:

@@ -48,13 +48,15 @@ def cached(rank: int, world_size: int, directory: str) -> dict[str, Any]:
             outputs = torch.compile(layer, options=fx_fusion.inductor_options())(*given)
             expected = layer(*given)
         torch.compile(block, backend="fx_fusion")(x, residual).sum().backward()
+    gradient = block.projection.weight.grad
+    assert gradient is not None
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     return {
         "pass calls": len(graphs),
         "cache hits": (hits, counters["inductor"]["fxgraph_cache_hit"]),
         "reports": [report.to_dict() for report in fx_fusion.reports()],
         "difference": max(differences(outputs, expected)),
-        "gradient": float(block.projection.weight.grad.sum()),
+        "gradient": float(gradient.sum()),
     }
 
 
@@ -91,7 +93,8 @@ def training(rank: int) -> dict[str, Any]:
     compiled = torch.compile(copy.deepcopy(block), backend="fx_fusion")
     x, residual, _ = own_inputs(rank)
     results = []
-    for model in (block, compiled):
+    models: list[Any] = [block, compiled]
+    for model in models:
         ours, theirs = x.clone().requires_grad_(), residual.clone().requires_grad_()
         loss = model(ours, theirs).square().mean()
         loss.backward()
@@ -132,8 +135,8 @@ def new_group(rank: int, directory: str) -> dict[str, Any]:
         by_group(*given)
         by_name(*given)
         dist.destroy_process_group()
-        store = dist.FileStore(f"{directory}/alone{rank}", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        meeting = f"file://{directory}/alone{rank}"
+        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
         difference = max(differences(by_group(*given), layer(*given)))
         try:
             by_name(*given)

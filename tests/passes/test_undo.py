@@ -18,13 +18,13 @@ def random_graph(seed: int, size: int = 40) -> fx.Graph:
     nodes = [graph.placeholder(name) for name in ("x", "y")]
     for _ in range(size):
         a, b = choose.choice(nodes), choose.choice(nodes)
-        node = choose.choice(
-            [
-                lambda a=a, b=b: graph.call_function(aten.add.Tensor, (a, b), {"alpha": 2}),
-                lambda a=a: graph.call_function(aten.mul.Tensor, (a, 3.0)),
-                lambda a=a, b=b: graph.call_function(aten.cat.default, ([a, b], 0)),
-            ]
-        )()
+        kind = choose.randrange(3)
+        if kind == 0:
+            node = graph.call_function(aten.add.Tensor, (a, b), {"alpha": 2})
+        elif kind == 1:
+            node = graph.call_function(aten.mul.Tensor, (a, 3.0))
+        else:
+            node = graph.call_function(aten.cat.default, ([a, b], 0))
         node.meta["val"] = len(nodes)
         nodes.append(node)
     graph.output((nodes[-1], nodes[-2], None))

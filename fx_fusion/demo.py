@@ -148,7 +148,7 @@ def heading(options: argparse.Namespace) -> str:
     if options.device == "cuda":
         gpus = torch.cuda.device_count()
         name = torch.cuda.get_device_name(0)
-        shared = ", shared by the ranks" if gpus < options.world_size else ""
+        shared = ", shared by the ranks" if share_gpus(options) else ""
         where = f"{options.world_size} processes on {min(gpus, options.world_size)} x {name}{shared}"
     return (
         f"fx_fusion {fx_fusion.__version__}, torch {torch.__version__},"
@@ -157,6 +157,13 @@ def heading(options: argparse.Namespace) -> str:
         f" {options.hidden_size}, {options.dtype}; input {BATCH} x {TOKENS} tokens\n"
         f"{where}; compiling, which takes a while the first time ..."
     )
+
+
+def share_gpus(options: argparse.Namespace) -> bool:
+    """Whether there are fewer GPUs than ranks."""
+    import torch
+
+    return options.device == "cuda" and torch.cuda.device_count() < options.world_size
 
 
 def on_a_kernel(report: FusionReport) -> int:
@@ -182,6 +189,10 @@ def table(results: list[RankResult], options: argparse.Namespace) -> str:
         f"Median of {options.steps} steps on this machine, slowest rank; the three take turns."
         f" Compiling with fx_fusion took {max(r.compile_seconds for r in results):.1f} s."
     )
+    if share_gpus(options):
+        lines.append(
+            "Ranks that share a GPU take turns, so these times hold for no other machine."
+        )
     return "\n".join(lines)
 
 

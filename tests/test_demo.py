@@ -16,7 +16,7 @@ from fx_fusion import demo
 from fx_fusion.demo_rank import EAGER, FUSED, INDUCTOR, RankResult
 from fx_fusion.report import FusionReport, GraphReport, Reason, SiteReport
 
-OPTIONS = Namespace(dtype="float32", steps=5, world_size=2)
+OPTIONS = Namespace(dtype="float32", steps=5, world_size=2, device="cpu")
 
 
 def report_of(*kernels: str | None) -> FusionReport:

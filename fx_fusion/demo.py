@@ -163,7 +163,7 @@ def share_gpus(options: argparse.Namespace) -> bool:
     """Whether there are fewer GPUs than ranks."""
     import torch
 
-    return options.device == "cuda" and torch.cuda.device_count() < options.world_size
+    return bool(options.device == "cuda" and torch.cuda.device_count() < options.world_size)
 
 
 def on_a_kernel(report: FusionReport) -> int:

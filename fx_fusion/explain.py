@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -10,12 +11,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import fx_fusion
 from fx_fusion.capture import Capture, When
 from fx_fusion.errors import GroupError, SettingError, unknown_name
-from fx_fusion.fake_inputs import as_fake, fake_mode_for, on_meta
+from fx_fusion.fake_inputs import as_fake, device_of, fake_mode_for, off_meta
 from fx_fusion.isolation import dynamo_untouched, modules_of, modules_untouched
 from fx_fusion.passes.source import place
 from fx_fusion.report import FusionReport, GraphReport
@@ -133,17 +135,17 @@ def captured_call(
     leaves = pytree.tree_leaves((args, kwargs))
     modules = modules_of(fn, leaves)
     mode = fake_mode_for(modules, leaves)
-    inputs, keywords = as_fake((args, dict(kwargs)), mode, meta=on_meta(modules))
+    device = device_of(leaves)
     incomplete = ""
-    with dynamo_untouched(capture), modules_untouched(modules):
+    with dynamo_untouched(capture), modules_untouched(modules), _real_tensors_allowed(mode):
+        inputs, keywords = as_fake((args, dict(kwargs)), mode, device)
+        off_meta(modules, mode, device)
         compiled: Callable[..., Any] = torch.compile(
             fn,
             backend=capture,
             dynamic=settings.get("dynamic"),
             fullgraph=settings.get("fullgraph", False),
         )
-        allowed = mode.allow_non_fake_inputs
-        mode.allow_non_fake_inputs = True
         try:
             with mode:
                 compiled(*inputs, **keywords)
@@ -152,9 +154,18 @@ def captured_call(
                 _raise_for_missing_group(error)
                 raise
             incomplete = f"{_place(error)}: the value of a tensor is needed here"
-        finally:
-            mode.allow_non_fake_inputs = allowed
     return capture, incomplete
+
+
+@contextlib.contextmanager
+def _real_tensors_allowed(mode: FakeTensorMode) -> Iterator[None]:
+    """Let a mode of the user's meet real tensors, a model's parameters say, inside the block."""
+    allowed = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = allowed
 
 
 def _with_notes(reports: tuple[GraphReport, ...], incomplete: str) -> tuple[GraphReport, ...]:

@@ -27,9 +27,45 @@ def fake_mode_for(modules: Iterable[nn.Module], values: Iterable[object]) -> Fak
     return FakeTensorMode(allow_non_fake_inputs=True) if found is None else found
 
 
-def on_meta(modules: Iterable[nn.Module]) -> bool:
-    """True if a parameter or buffer is on the meta device."""
-    return any(tensor.is_meta for tensor in _tensors_of(modules))
+def device_of(values: Iterable[object]) -> torch.device:
+    """Where a call is meant to run: where its first tensor is that isn't on meta, else the CPU."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            return value.device
+    return torch.device("cpu")
+
+
+def off_meta(modules: Iterable[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
+    """Give modules fake tensors on `device` in place of parameters and buffers on meta.
+
+    Inductor drops computations on the meta device, as nobody could read their results. The
+    caller puts the modules back (`isolation.modules_untouched`).
+    """
+    made: dict[int, torch.Tensor] = {}  # by id, as layers may share a parameter
+    for part in _parts(modules):
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for held in tables:
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _on_device(tensor, mode, device)
+                held[name] = made[id(tensor)]
+
+
+def _on_device(
+    tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device
+) -> torch.Tensor:
+    with mode, torch.no_grad():
+        moved = torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        return moved.requires_grad_(tensor.requires_grad)
+
+
+def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """All modules in these, each once."""
+    return list({id(part): part for whole in modules for part in whole.modules()}.values())
 
 
 def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -38,7 +74,7 @@ def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         yield from module.buffers()
 
 
-def as_fake(values: Any, mode: FakeTensorMode, *, meta: bool = False) -> Any:
+def as_fake(values: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     """The same arguments with fake tensors in place of tensors.
 
     Objects that hold tensors (a cache, a dataclass) are copied, so that what the call does to
@@ -47,12 +83,12 @@ def as_fake(values: Any, mode: FakeTensorMode, *, meta: bool = False) -> Any:
     Args:
         values: Arguments, nested as they may be.
         mode: What the fake tensors belong to.
-        meta: Put all of them on the meta device, for a model that is there.
+        device: Where those on the meta device are to be.
     """
 
     def convert(value: object) -> object:
         if isinstance(value, torch.Tensor):
-            return _fake(value, mode, meta)
+            return _fake(value, mode, device)
         if _holds_tensors(value, _DEPTH):
             with FakeCopyMode(mode):
                 return copy.deepcopy(value)
@@ -61,13 +97,13 @@ def as_fake(values: Any, mode: FakeTensorMode, *, meta: bool = False) -> Any:
     return pytree.tree_map(convert, values)
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta: bool) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    if tensor.is_meta:
+        fake = _on_device(tensor, mode, device)
+    elif isinstance(tensor, FakeTensor):
         return tensor
-    source = torch.empty_like(tensor, device="meta") if meta else tensor
-    if meta:
-        source.requires_grad_(tensor.requires_grad)
-    fake = mode.from_tensor(source, static_shapes=True)
+    else:
+        fake = mode.from_tensor(tensor, static_shapes=True)
     for name, value in vars(tensor).items():
         if name.startswith("_dynamo_"):  # marks that torch._dynamo.mark_dynamic sets
             setattr(fake, name, value)

@@ -1,23 +1,13 @@
-"""Make, save and load the models of the zoo, and capture the graph that the pass sees."""
+"""Make, save and load the models of the zoo."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import transformers
-from torch import fx
 from transformers.distributed import DistributedConfig
 from zoo import COMMON_OPTIONS, Architecture
-
-import fx_fusion
-from fx_fusion.passes.graph_pass import FusionPass
-from fx_fusion.report import FusionReport
-from fx_fusion.settings import FusionSettings
 
 WORLD_SIZE: Final = 2
 #: Tokens of an input: no dimension of the graph has a size of another's.
@@ -68,61 +58,3 @@ def inputs(architecture: Architecture, number: int = 0) -> dict[str, Any]:
     if architecture.auto_class == "AutoModelForSeq2SeqLM":
         given["decoder_input_ids"] = ids.flip(1)
     return given
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What the pass made of a model's graph.
-
-    Attributes:
-        report: The report of its one graph.
-        all_reduces: How many all_reduces the rewritten graph still has.
-        fused_ops: How many fused ops it has.
-    """
-
-    report: FusionReport
-    all_reduces: int
-    fused_ops: int
-
-
-def count(graph: fx.Graph, target: object) -> int:
-    """How many nodes of a graph call `target`."""
-    return sum(node.op == "call_function" and node.target is target for node in graph.nodes)
-
-
-class _Seen(BaseException):
-    """Ends a compilation once the graph has been seen; no error, so nobody catches it."""
-
-
-def capture(model: Any, given: Mapping[str, Any], **settings: Any) -> Captured:
-    """Compile a model as far as our pass, and no further.
-
-    Raises:
-        AssertionError: The model's graph never came to the pass.
-    """
-    graphs: list[fx.Graph] = []
-    reports: list[FusionReport] = []
-    fusion = FusionPass(FusionSettings(**settings))
-
-    def look(graph: fx.Graph) -> None:
-        fx_fusion.clear_reports()
-        fusion(graph, True)
-        graphs.append(graph)
-        reports.extend(fx_fusion.reports())
-        raise _Seen
-
-    torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(
-        model, fullgraph=True, options={"post_grad_custom_post_pass": look}
-    )
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # transformers' and Inductor's, on every MoE model
-        with suppress(_Seen):
-            compiled(**given)
-    assert len(graphs) == 1, "the model's graph never came to the pass"
-    (report,) = reports
-    return Captured(
-        report=report,
-        all_reduces=count(graphs[0], torch.ops._c10d_functional.all_reduce.default),
-        fused_ops=count(graphs[0], torch.ops.fx_fusion.all_reduce_add_rms_norm.default),
-    )

@@ -88,8 +88,9 @@ CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
 #: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
 CPU_KERNEL_READY: Final = False
-#: Where the GPU kernel's tests have passed; elsewhere it runs only if `kernel="fx_fusion"`.
-GPU_PROVEN: Final = ("sm_90",)
+#: Arch and world size for which the GPU kernel's tests have passed on such a GPU (an H200, its
+#: ranks sharing it); elsewhere it runs only if `kernel="fx_fusion"`.
+GPU_PROVEN: Final = frozenset({("sm_90", 2)})
 #: The GPU kernel; see `gpu_max_tokens` for when it runs.
 GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 #: Bytes of a slot of the CPU workspace: a row must fit in one. Small enough that a chunk stays
@@ -192,13 +193,14 @@ def gpu_max_tokens(
         dtype: The reduced tensor's dtype.
         hidden_size: Elements of the last dimension. With "auto" the row of the table for the
             next larger size that was measured holds; beyond the largest there is none.
-        deterministic: The kernel adds up in rank order, so then it takes every size too.
+        deterministic: The kernel adds up in rank order, so then it takes every size too, where
+            its tests have passed.
     """
     if kernel not in ("auto", "fx_fusion") or not _gpu_takes(arch, world_size, hidden_size):
         return 0
     if kernel == "fx_fusion":
         return sys.maxsize
-    if arch not in GPU_PROVEN:
+    if (arch, world_size) not in GPU_PROVEN:
         return 0
     if deterministic:
         return sys.maxsize

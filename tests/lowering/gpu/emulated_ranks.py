@@ -149,7 +149,7 @@ class Ranks:
 
     def call(self, rank: int, arguments: Arguments) -> Results:
         """Queue a call of one rank. Its x and residual are NaN until its predecessor ended."""
-        late = {}
+        late: dict[str, Any] = {}
         for name in ("x", "residual"):
             value = getattr(arguments, name)
             if value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -94,17 +95,17 @@ ROW = Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 4096, 64, "an example", "2000-01
 
 
 @pytest.fixture
-def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(select, "TABLE", (ROW,))
     gpu_max_tokens.cache_clear()
-    yield  # type: ignore[misc]
+    yield
     monkeypatch.undo()
     gpu_max_tokens.cache_clear()
 
 
 def most(kernel: str = "auto", hidden: int = 4096, **changes: object) -> int:
     given = {"arch": "sm_90", "world_size": 2, "dtype": torch.bfloat16, "deterministic": False}
-    return gpu_max_tokens(kernel, hidden_size=hidden, **{**given, **changes})  # type: ignore[arg-type]
+    return gpu_max_tokens(kernel, hidden_size=hidden, **{**given, **changes})
 
 
 def test_without_measurements_auto_never_takes_the_kernel() -> None:
@@ -139,6 +140,7 @@ def test_the_kernel_by_name_and_deterministic_sums_take_every_size() -> None:
 
 def test_an_arch_without_a_passing_run_needs_the_option() -> None:
     assert most(arch="sm_100", deterministic=True) == 0
+    assert most(world_size=4, deterministic=True) == 0
     assert most("fx_fusion", arch="sm_100") == sys.maxsize
     refusal = select.select(replace(PROBLEM, arch="gfx942"), FusionSettings(kernel="fx_fusion"))
     assert isinstance(refusal, Refusal)

@@ -26,7 +26,10 @@ from op_support import BF16, FP16, FP32
 from fx_fusion.errors import PeerTimeoutError
 from fx_fusion.lowering import gpu_layout
 from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.reference import rank_order_reference
+
+pytestmark = pytest.mark.skipif(compiler() == "", reason="there is no C++ compiler")
 
 ALL = {"want_norm": True, "want_residual": True, "want_reduced": True, "want_rstd": True}
 #: x's dtype, hidden size, dtypes of residual, weight and bias, options. Sizes: a part of a

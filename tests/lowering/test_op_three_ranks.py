@@ -64,6 +64,15 @@ def deterministic(rank: int) -> list[str]:
         )
         expected = rank_order_reference(parts, arguments)
         failed += [f"{describe(case)}: {d}" for d in differences(call(arguments), expected)]
+    # Layout is each rank's own matter: contiguous, transposed, one element off alignment.
+    for dtype in DTYPES:
+        parts = parts_of(6, 63, dtype=dtype)
+        mine = parts[rank]
+        off = torch.empty(6 * 63 + 1, dtype=dtype)[1:].view(6, 63).copy_(mine)
+        x = (mine, mine.t().contiguous().t(), off)[rank]
+        arguments = arguments_for(x, deterministic=True)
+        expected = rank_order_reference(parts, arguments)
+        failed += [f"{dtype} layouts: {d}" for d in differences(call(arguments), expected)]
     return failed
 
 

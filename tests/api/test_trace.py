@@ -15,7 +15,7 @@ from fx_fusion import trace
 from fx_fusion.report import GraphReport, Reason, SiteReport
 
 PROGRAM = """
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, fx_fusion
 from fx_fusion.testing import fake_group
 
 def block_end(x, residual, weight):
@@ -25,7 +25,7 @@ def block_end(x, residual, weight):
     return torch.nn.functional.rms_norm(h, (8,), weight, 1e-6), h
 
 with fake_group(2):
-    torch.compile(block_end, backend="fx_fusion")(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8))
+    fx_fusion.compile(block_end)(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8))
 """
 
 

@@ -35,6 +35,7 @@ PRIORITY: Final = (
     Reason.CHAINED_ALL_REDUCES,
     Reason.RESIDUAL_SHAPE,
     Reason.RESIDUAL_DEPENDS,
+    Reason.UNKNOWN_SHAPE,
     Reason.NORM_DIMS,
     Reason.UNSUPPORTED_STEP,
     Reason.NO_NORM,
@@ -135,6 +136,8 @@ def _stop_at_add(node: fx.Node, user: fx.Node, residual: object) -> Stop:
             Reason.UNSUPPORTED_STEP, {"op": op, "alpha": str(user.kwargs.get("alpha", 1))}
         )
     other, value = nodes.tensor(found[0]), nodes.tensor(node)
+    if isinstance(found[0], fx.Node) and "val" not in found[0].meta:
+        return Stop(Reason.UNKNOWN_SHAPE, {"node": found[0].name, "role": "residual"})
     if residual is not None:
         if comes_from_all_reduce(found[0]) or comes_from_all_reduce(residual):
             return Stop(Reason.SUMMED_ALL_REDUCES, {"op": op})
@@ -170,22 +173,18 @@ def _is_normed(node: fx.Node, hidden_states: Collection[fx.Node]) -> bool:
     return True
 
 
-def comes_from_all_reduce(value: object) -> bool:
-    """True if a value is a reduced tensor, but for views, casts, a bias and a scale."""
-    for _ in range(8):
-        if not isinstance(value, fx.Node):
-            return False
-        value = nodes.under_views(value)
-        if nodes.is_op(value, c10d.wait_tensor.default) or opaque_all_reduce(value) is not None:
-            return True
-        pair = nodes.operands(value) if nodes.is_op(value, nodes.ADDS | nodes.MULS) else None
-        if pair is None:
-            return False
-        big = [operand for operand in pair if _at_least_2d(operand)]
-        if len(big) != 1:
-            return False
-        value = big[0]
-    return False
+def comes_from_all_reduce(value: object, depth: int = 8) -> bool:
+    """True if a value is a reduced tensor, or a sum of such, but for views, casts, bias, scale."""
+    if not isinstance(value, fx.Node) or depth == 0:
+        return False
+    value = nodes.under_views(value)
+    if nodes.is_op(value, c10d.wait_tensor.default) or opaque_all_reduce(value) is not None:
+        return True
+    pair = nodes.operands(value) if nodes.is_op(value, nodes.ADDS | nodes.MULS) else None
+    big = [] if pair is None else [operand for operand in pair if _at_least_2d(operand)]
+    if len(big) == 2 and not nodes.is_op(value, nodes.ADDS):
+        return False
+    return bool(big) and all(comes_from_all_reduce(operand, depth - 1) for operand in big)
 
 
 def _at_least_2d(value: object) -> bool:

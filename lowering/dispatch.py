@@ -29,7 +29,6 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
             from fx_fusion.lowering import cpu_kernel
 
             return cpu_kernel.run(arguments, workspace)
-    x = arguments.x
     if x.device.type == "cuda" and x.numel() and _gpu_limit(arguments) > 0:
         from fx_fusion.lowering import gpu_kernel, gpu_workspace
 

@@ -88,9 +88,10 @@ CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
 #: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
 CPU_KERNEL_READY: Final = False
-#: Arch and world size for which the GPU kernel's tests have passed on such a GPU (an H200, its
-#: ranks sharing it); elsewhere it runs only if `kernel="fx_fusion"`.
-GPU_PROVEN: Final = frozenset({("sm_90", 2)})
+#: Arch and world size for which the GPU kernel's tests, as it is now, have passed on such a GPU;
+#: elsewhere it runs only if `kernel="fx_fusion"`. ("sm_90", 2) passed on an H200 before the
+#: kernel's host code was last changed, and comes back when it has passed again.
+GPU_PROVEN: Final[frozenset[tuple[str, int]]] = frozenset()
 #: The GPU kernel; see `gpu_max_tokens` for when it runs.
 GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 #: Bytes of a slot of the CPU workspace: a row must fit in one. Small enough that a chunk stays

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import opaque_stubs
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from fx_fusion.errors import RegistrationError
 from fx_fusion.passes import registry
 from fx_fusion.report import Reason
 from fx_fusion.testing import fake_group, graph_snapshot, spawn
-from tests.passes import opaque_stubs
 
 HIDDEN = 64
 Code = Callable[..., Any]

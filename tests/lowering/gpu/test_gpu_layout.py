@@ -97,6 +97,7 @@ ROW = Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 4096, 64, "an example", "2000-01
 @pytest.fixture
 def one_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(select, "TABLE", (ROW,))
+    monkeypatch.setattr(select, "GPU_PROVEN", frozenset({("sm_90", 2)}))
     gpu_max_tokens.cache_clear()
     yield
     monkeypatch.undo()
@@ -132,6 +133,7 @@ def test_a_row_holds_for_its_size_and_smaller_ones_up_to_and_including_its_limit
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_row")
 def test_the_kernel_by_name_and_deterministic_sums_take_every_size() -> None:
     assert most("fx_fusion") == most(deterministic=True) == sys.maxsize
     assert most("unfused", deterministic=True) == 0

@@ -25,7 +25,8 @@ def block_end(x, residual, weight):
     return torch.nn.functional.rms_norm(h, (8,), weight, 1e-6), h
 
 with fake_group(2):
-    fx_fusion.compile(block_end)(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8))
+    compiled = fx_fusion.compile(block_end, options={"cpp.vec_isa_ok": False})
+    compiled(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8))
 """
 
 

@@ -203,6 +203,8 @@ def _reduction_arguments(
     value = nodes.tensor(source)
     if not isinstance(source, fx.Node) or value is None or node.kwargs.get("dtype") is not None:
         return None, None, False
+    if value.ndim == 0:  # torch takes dim -1 of a number, but it has no last dimension
+        return None, None, False
     raw = node.args[1] if len(node.args) > 1 else None
     keep = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
     if not isinstance(raw, (list, tuple)) or not all(isinstance(dim, int) for dim in raw):

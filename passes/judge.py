@@ -170,6 +170,10 @@ def _tensors(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | No
     assert x is not None
     if x.device.type not in DEVICES:
         return Refusal(Reason.DEVICE, {"device": str(x.device)})
+    cast = site.step("cast")
+    target = None if cast is None else nodes.tensor(cast.node)
+    if target is not None and target.dtype not in nodes.DTYPES:
+        return Refusal(Reason.DTYPE, {"cast": str(target.dtype)})
     for role, node in inputs(site):
         value = nodes.tensor(node)
         if value is None:

@@ -160,6 +160,9 @@ class Rewriter:
         op = torch.ops.fx_fusion.all_reduce_add_rms_norm.default
         kwargs = _without_defaults(op, kwargs)
         fused = self.graph.call_function(op, args, kwargs)
+        latest = max(fused.all_input_nodes)
+        if fused < latest:  # a scalar that was cast or moved for this call
+            latest.append(fused)
         value = fake_results(site, x, wanted, self._empty)
         _set_meta(fused, norm.output, value)
         return fused

@@ -73,6 +73,8 @@ def test_sites_and_reasons_are_those_derived_from_the_models_code(
     assert report.site_count == architecture.sites
     assert report.fused_count == architecture.fused
     assert unfused(report) == architecture.unfused
+    steps = {step for site in report.sites if site.fused for step in site.steps}
+    assert steps == set(architecture.steps)
     assert seen.all_reduces == architecture.sites - architecture.fused
     assert seen.fused_ops == architecture.fused
 

@@ -36,6 +36,7 @@ class Architecture:
         sites: How many all_reduces its graph has.
         fused: How many of them are fused.
         unfused: Why each of the others is not, by the path of the module that calls it.
+        steps: What stands between the sums and the norms of its fused sites, taken together.
         options: What its configuration is given beside `COMMON_OPTIONS`.
         tp_plan: The tensor-parallel plan, "auto" for the model's own.
         auto_class: The class of transformers that makes the model from the configuration.
@@ -46,6 +47,7 @@ class Architecture:
     sites: int
     fused: int
     unfused: Mapping[str, Reason] = field(default_factory=dict)
+    steps: tuple[str, ...] = ("residual",)
     options: Mapping[str, Any] = field(default_factory=dict)
     tp_plan: str | dict[str, str] = "auto"
     auto_class: str = "AutoModelForCausalLM"
@@ -95,13 +97,23 @@ _GRANITE_SCALES: Final = {
 }
 
 
-def _both_layers(*modules: str) -> list[str]:
-    """The paths of modules of both decoder layers."""
-    return [f"model.layers.{layer}.{module}" for layer in (0, 1) for module in modules]
-
-
 def _all(reason: Reason, *modules: str) -> dict[str, Reason]:
     return dict.fromkeys(modules, reason)
+
+
+def _layer_norms(
+    name: str,
+    config: str,
+    *,
+    embedding: str = "model.embed_tokens",
+    layers: str = "model.layers",
+    attention: str = "self_attn.o_proj",
+    mlp: str = "mlp.down_proj",
+) -> Architecture:
+    """A dense model in which each of the five sums leads to a LayerNorm."""
+    modules = [f"{layers}.{layer}.{module}" for layer in (0, 1) for module in (attention, mlp)]
+    unfused = _all(Reason.LAYER_NORM, embedding, *modules)
+    return Architecture(name, config, sites=5, fused=0, unfused=unfused, steps=())
 
 
 _ROUTED_AND_SHARED: Final = _all(
@@ -109,7 +121,6 @@ _ROUTED_AND_SHARED: Final = _all(
     "model.layers.1.mlp.experts",
     "model.layers.1.mlp.shared_experts.down_proj",
 )
-_LLAMA_LIKE: Final = ("model.embed_tokens", *_both_layers("self_attn.o_proj", "mlp.down_proj"))
 
 ZOO: Final[tuple[Architecture, ...]] = (
     # Dense pre-norm models: embedding -> norm; attention + h -> norm; MLP + h -> norm. All fuse.
@@ -120,6 +131,7 @@ ZOO: Final[tuple[Architecture, ...]] = (
         "LlamaConfig",
         sites=5,
         fused=5,
+        steps=("bias", "residual"),
         options={"attention_bias": True, "mlp_bias": True},
     ),
     Architecture("mistral", "MistralConfig", sites=5, fused=5),
@@ -147,18 +159,35 @@ ZOO: Final[tuple[Architecture, ...]] = (
     Architecture("nanochat", "NanoChatConfig", sites=5, fused=5),
     # The embedding's sum is multiplied by a scalar (sqrt(hidden_size), a 0-d tensor): scale.
     # Norm weight (1 + w).
-    Architecture("gemma", "GemmaConfig", sites=5, fused=5),
+    Architecture("gemma", "GemmaConfig", sites=5, fused=5, steps=("scale", "residual")),
     # The embedding's sum is scaled by 12, each block's by 0.22 before the residual: scale.
-    Architecture("granite", "GraniteConfig", sites=5, fused=5, options=_GRANITE_SCALES),
+    Architecture(
+        "granite",
+        "GraniteConfig",
+        sites=5,
+        fused=5,
+        steps=("scale", "residual"),
+        options=_GRANITE_SCALES,
+    ),
     # Both before and after: h + norm(attention(norm(h))). The sums of attention and MLP go
     # straight into a norm, without residual; so does the embedding's, scaled in Gemma's.
     Architecture(
-        "gemma2", "Gemma2Config", sites=5, fused=5, options={"query_pre_attn_scalar": 16}
+        "gemma2",
+        "Gemma2Config",
+        sites=5,
+        fused=5,
+        steps=("scale",),
+        options={"query_pre_attn_scalar": 16},
     ),
     Architecture(
-        "gemma3", "Gemma3TextConfig", sites=5, fused=5, options={"query_pre_attn_scalar": 16}
+        "gemma3",
+        "Gemma3TextConfig",
+        sites=5,
+        fused=5,
+        steps=("scale",),
+        options={"query_pre_attn_scalar": 16},
     ),
-    Architecture("glm4", "Glm4Config", sites=5, fused=5),
+    Architecture("glm4", "Glm4Config", sites=5, fused=5, steps=()),
     # After alone: h + norm(attention(h)). The four sums of attention and MLP go straight into a
     # norm. The embedding's goes into projections and into the residual stream, which is
     # normalised only once, after the last layer and two adds a layer: no norm of its own.
@@ -167,6 +196,7 @@ ZOO: Final[tuple[Architecture, ...]] = (
         "Olmo2Config",
         sites=5,
         fused=4,
+        steps=(),
         unfused=_all(Reason.NO_NORM, "model.embed_tokens"),
     ),
     Architecture(
@@ -174,19 +204,42 @@ ZOO: Final[tuple[Architecture, ...]] = (
         "Exaone4Config",
         sites=5,
         fused=4,
+        steps=(),
         unfused=_all(Reason.NO_NORM, "model.embed_tokens"),
     ),
     # Experts in both layers, one all_reduce each on [tokens, hidden], then a view: all fuse.
-    Architecture("qwen3_moe", "Qwen3MoeConfig", sites=5, fused=5, options=_EXPERTS),
-    Architecture("mixtral", "MixtralConfig", sites=5, fused=5, options=_LOCAL_EXPERTS),
+    Architecture(
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        sites=5,
+        fused=5,
+        steps=("view", "residual"),
+        options=_EXPERTS,
+    ),
+    Architecture(
+        "mixtral",
+        "MixtralConfig",
+        sites=5,
+        fused=5,
+        steps=("view", "residual"),
+        options=_LOCAL_EXPERTS,
+    ),
     # q, k and v are gathered and q and k normalised whole; o_proj splits its input.
-    Architecture("minimax_m2", "MiniMaxM2Config", sites=5, fused=5, options=_LOCAL_EXPERTS),
+    Architecture(
+        "minimax_m2",
+        "MiniMaxM2Config",
+        sites=5,
+        fused=5,
+        steps=("view", "residual"),
+        options=_LOCAL_EXPERTS,
+    ),
     # Only experts are sharded: embedding and one all_reduce a layer; view, then scale by 0.22.
     Architecture(
         "granitemoe",
         "GraniteMoeConfig",
         sites=3,
         fused=3,
+        steps=("view", "scale", "residual"),
         options={**_LOCAL_EXPERTS, **_GRANITE_SCALES},
     ),
     # Only experts are sharded: the embedding (scaled) and layer 1's. The sum of the routed experts
@@ -197,6 +250,7 @@ ZOO: Final[tuple[Architecture, ...]] = (
         "AfmoeConfig",
         sites=2,
         fused=2,
+        steps=("view", "scale", "residual"),
         options={
             **_EXPERTS,
             "num_shared_experts": 1,
@@ -211,11 +265,13 @@ ZOO: Final[tuple[Architecture, ...]] = (
         "Qwen2MoeConfig",
         sites=5,
         fused=3,
-        unfused=_all(Reason.UNSUPPORTED_STEP, *_both_layers("mlp.experts")),
+        unfused=_all(
+            Reason.UNSUPPORTED_STEP, "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
+        ),
         options={**_EXPERTS, "shared_expert_intermediate_size": 32},
     ),
     # The plan shards the embedding alone; its sum goes into the first norm and the residual.
-    Architecture("gpt_oss", "GptOssConfig", sites=1, fused=1, options=_LOCAL_EXPERTS),
+    Architecture("gpt_oss", "GptOssConfig", sites=1, fused=1, steps=(), options=_LOCAL_EXPERTS),
     # Attention is not sharded. Embedding; layer 0's MLP; in layer 1 the routed and the shared
     # experts' sums are added to each other before the residual.
     Architecture(
@@ -288,63 +344,19 @@ ZOO: Final[tuple[Architecture, ...]] = (
     # LayerNorm, written out (mean, x - mean, mean square) or as layer_norm: nothing may fuse. In
     # Cohere's parallel blocks (h + attention) + mlp and Phi's and GPT-NeoX's (attention + mlp) + h
     # it is the LayerNorm behind the adds that decides: no option would make them fuse.
-    Architecture(
-        "cohere",
-        "CohereConfig",
-        sites=5,
-        fused=0,
-        unfused=_all(Reason.LAYER_NORM, *_LLAMA_LIKE),
-    ),
-    Architecture(
-        "cohere2",
-        "Cohere2Config",
-        sites=5,
-        fused=0,
-        unfused=_all(Reason.LAYER_NORM, *_LLAMA_LIKE),
-    ),
-    Architecture(
-        "starcoder2",
-        "Starcoder2Config",
-        sites=5,
-        fused=0,
-        unfused=_all(
-            Reason.LAYER_NORM,
-            "model.embed_tokens",
-            *_both_layers("self_attn.o_proj", "mlp.c_proj"),
-        ),
-    ),
-    Architecture(
-        "nemotron",
-        "NemotronConfig",
-        sites=5,
-        fused=0,
-        unfused=_all(Reason.LAYER_NORM, *_LLAMA_LIKE),
-    ),
-    Architecture(
-        "olmo", "OlmoConfig", sites=5, fused=0, unfused=_all(Reason.LAYER_NORM, *_LLAMA_LIKE)
-    ),
-    Architecture(
-        "phi",
-        "PhiConfig",
-        sites=5,
-        fused=0,
-        unfused=_all(
-            Reason.LAYER_NORM, "model.embed_tokens", *_both_layers("self_attn.dense", "mlp.fc2")
-        ),
-    ),
-    Architecture(
+    _layer_norms("cohere", "CohereConfig"),
+    _layer_norms("cohere2", "Cohere2Config"),
+    _layer_norms("starcoder2", "Starcoder2Config", mlp="mlp.c_proj"),
+    _layer_norms("nemotron", "NemotronConfig"),
+    _layer_norms("olmo", "OlmoConfig"),
+    _layer_norms("phi", "PhiConfig", attention="self_attn.dense", mlp="mlp.fc2"),
+    _layer_norms(
         "gpt_neox",
         "GPTNeoXConfig",
-        sites=5,
-        fused=0,
-        unfused=_all(
-            Reason.LAYER_NORM,
-            "gpt_neox.embed_in",
-            "gpt_neox.layers.0.attention.dense",
-            "gpt_neox.layers.0.mlp.dense_4h_to_h",
-            "gpt_neox.layers.1.attention.dense",
-            "gpt_neox.layers.1.mlp.dense_4h_to_h",
-        ),
+        embedding="gpt_neox.embed_in",
+        layers="gpt_neox.layers",
+        attention="attention.dense",
+        mlp="mlp.dense_4h_to_h",
     ),
 )
 

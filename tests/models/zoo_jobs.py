@@ -20,6 +20,8 @@ from fx_fusion.report import FusionReport
 
 #: Different inputs to one compiled model: a buffer that isn't renewed between calls shows.
 INPUTS: Final = 3
+#: C++ compiles sooner without vector code.
+SCALAR_CODE: Final = {"cpp.vec_isa_ok": False}
 _ALL_REDUCE: Final = re.compile(r"_c10d_functional\.all_reduce_?\.default\(")
 
 
@@ -43,14 +45,23 @@ class RankResult:
 
 
 def run_compiled(
-    rank: int, world_size: int, name: str, directory: str, dtype: str
+    rank: int, world_size: int, name: str, directory: str, dtype: str, options: dict[str, Any]
 ) -> RankResult:
-    """Run an architecture's shard eagerly and compiled with fx_fusion on the same inputs."""
+    """Run an architecture's shard eagerly and compiled with fx_fusion on the same inputs.
+
+    Args:
+        rank: This process' number.
+        world_size: How many there are.
+        name: Of the architecture.
+        directory: Where it is saved.
+        dtype: The name of a torch dtype.
+        options: Inductor's options.
+    """
     architecture = BY_NAME[name]
     warnings.simplefilter("ignore")  # transformers' and Inductor's, on every MoE model
     model = load(architecture, directory, getattr(torch, dtype))
     given = [inputs(architecture, number) for number in range(INPUTS)]
-    compiled: Any = torch.compile(model, backend="fx_fusion", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="fx_fusion", fullgraph=True, options=options)
     # Without the caches, so that there is code to look at on every rank.
     with (
         torch.no_grad(),

@@ -59,7 +59,9 @@ def explain(fn: Callable[..., Any], **settings: Any) -> Callable[..., FusionRepo
     torch.no_grad() for inference.
 
     The call's Python code does run, with tensors that have no values. Where it needs one (`.item()`,
-    `if tensor > 0`) the view ends, and the report says so in `incomplete`.
+    `if tensor > 0`) the view ends, and the report says so in `incomplete`. Objects that it changes
+    by other means than its arguments and modules stay changed, an optimizer's state say, so explain a
+    model or a loss rather than a whole training loop.
 
     Args:
         fn: A function, method or nn.Module; if it is compiled, what it was made of.
@@ -195,6 +197,8 @@ def _raise_for_missing_group(error: Exception) -> None:
 
 def _needs_data(error: BaseException) -> bool:
     """True for an error that comes of the tensors having no data."""
+    if isinstance(error, torch._dynamo.exc.Unsupported):
+        return False  # a graph break where fullgraph=True forbids it, as in a real compilation
     fake = torch._subclasses.fake_tensor
     kinds = (
         fake.DataDependentOutputException,

@@ -142,8 +142,12 @@ def modules_untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def modules_of(fn: Callable[..., Any], values: Iterable[object]) -> list[nn.Module]:
-    """The modules a call can reach: `fn` itself, what it is bound to or closes over, arguments."""
-    found: list[object] = [fn, *values, getattr(fn, "__self__", None)]
+    """The modules a call can reach at first hand.
+
+    These are `fn` itself, what it is bound to (and that object's attributes), what it closes over,
+    globals it names, and arguments.
+    """
+    found: list[object] = [fn, *values]
     if isinstance(fn, functools.partial):
         found += [fn.func, *fn.args, *fn.keywords.values()]
     function = inspect.unwrap(getattr(fn, "__func__", fn))
@@ -151,4 +155,8 @@ def modules_of(fn: Callable[..., Any], values: Iterable[object]) -> list[nn.Modu
         with contextlib.suppress(ValueError):  # a variable that isn't set yet
             held = inspect.getclosurevars(function)
             found += [*held.nonlocals.values(), *held.globals.values()]
+    owner = getattr(fn, "__self__", fn)
+    found.append(owner)
+    if not inspect.isroutine(owner):
+        found += getattr(owner, "__dict__", {}).values()
     return [module for module in found if isinstance(module, nn.Module)]

@@ -128,6 +128,10 @@ class TestGraphs:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             fx_fusion.explain(Layer(with_break), fullgraph=True)(tokens())
 
+    def test_a_value_that_is_needed_is_an_error_under_fullgraph(self) -> None:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            fx_fusion.explain(Layer(with_condition), fullgraph=True)(tokens())
+
     def test_dynamic_sizes_stay_symbols(self) -> None:
         with torch.no_grad():
             report = fx_fusion.explain(Layer(), dynamic=True)(tokens())
@@ -207,6 +211,17 @@ class TestWhatIsExplained:
 
     def test_a_partial(self) -> None:
         assert self.count(functools.partial(Layer.forward, Layer())) == 2
+
+    def test_an_object_that_holds_a_model(self) -> None:
+        class Runner:
+            def __init__(self) -> None:
+                with torch.device("meta"):
+                    self.model = Layer()
+
+            def run(self, x: torch.Tensor) -> Any:
+                return self.model(x)
+
+        assert self.count(Runner().run) == 2
 
     def test_a_class_decorated_by_fx_fusion(self) -> None:
         @fx_fusion.compile(dynamic=True)

@@ -188,6 +188,10 @@ def _tensors(site: Site, facts: Facts, settings: FusionSettings) -> Refusal | No
             if hidden is not None and not nodes.same_shape(value, hidden):
                 shapes = {"reduced": str(list(hidden.shape)), role: str(list(value.shape))}
                 return Refusal(Reason.RESIDUAL_SHAPE, shapes)
+            # an opaque op says what it returns of equal dtypes only
+            if hidden is not None and value.dtype != hidden.dtype:
+                dtypes = {"hidden": str(hidden.dtype), role: str(value.dtype)}
+                return Refusal(Reason.DTYPE, dtypes)
     return None
 
 

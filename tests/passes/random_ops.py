@@ -64,7 +64,7 @@ def _add_rms_norm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = input + residual
-    return _rms_norm(hidden, weight, eps), hidden
+    return _rms_norm(hidden, weight, eps).to(input.dtype), hidden.to(input.dtype)
 
 
 def _add_rms_norm_(

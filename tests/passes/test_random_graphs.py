@@ -20,7 +20,8 @@ from random_graphs import ProgramWriter, generate
 from random_programs import Program, written
 from random_runs import Groups, check, ready
 from torch import fx
-from written_graphs import CROSSED, OPAQUE, ORDER, SHAPES, SYMBOLIC, ladder, stream
+from written_graphs import ORDER, SHAPES, SYMBOLIC, ladder, stream
+from written_sites import CROSSED, OPAQUE
 from written_values import SCALARS, SPELLINGS
 
 from fx_fusion.lowering.norm_form import Reciprocal

@@ -1,6 +1,6 @@
 """Programs written by hand to break the pass: traps in the structure and shapes of a graph.
 
-See `written_values` for the rest, and `random_ops.names` for what the texts may call.
+See `written_values` and `written_sites` for the rest, and `random_ops.names` for what the texts may call.
 """
 
 from __future__ import annotations
@@ -9,127 +9,6 @@ from typing import Final
 
 from random_programs import Program, written
 from written_values import ROOT, SAME, W, X
-
-#: What is right for two sites of which each could be an input of the other's norm.
-EITHER: Final = "fused|residual_depends|norm_taken fused|residual_depends|norm_taken"
-
-CROSSED: Final[dict[str, Program]] = {
-    "two sums of the same two, each normed": written(
-        """y = sum_ranks(x)
-        u = sum_ranks(z)
-        h = y + u
-        g = u + y
-        return rms(h, w), rms(g, w), h""",
-        EITHER,
-        x=X,
-        z=X,
-        w=W,
-    ),
-    "weights computed from each other's reduced value": written(
-        """y = sum_ranks(x)
-        u = sum_ranks(z)
-        return rms(y, u.amax(0)), rms(u, y.amax(0))""",
-        EITHER,
-        x=X,
-        z=X,
-    ),
-    "residuals computed from each other's reduced value": written(
-        """y = sum_ranks(x)
-        u = sum_ranks(z)
-        return rms(y + torch.relu(u), w), rms(u + torch.relu(y), w)""",
-        EITHER,
-        x=X,
-        z=X,
-        w=W,
-    ),
-    "a norm that only one of two can have": written(
-        """u = sum_ranks(z)
-        y = sum_ranks(x)
-        m = rms(u + y, w)
-        return rms(y, w), m""",
-        "fused fused",
-        x=X,
-        z=X,
-        w=W,
-    ),
-    "one tensor reduced twice": written(
-        """y = sum_ranks(x)
-        u = sum_ranks(x)
-        return rms(y + u, w)""",
-        "norm_taken fused",
-        x=X,
-        w=W,
-    ),
-    "the partial sum as the residual": written(
-        """y = sum_ranks(x)
-        return rms(y + x, w), x""",
-        "fused",
-        x=X,
-        w=W,
-    ),
-    "one all_reduce waited for twice": written(
-        """p = all_reduce(x, "sum", WORLD)
-        y = wait(p)
-        z = wait(p)
-        return rms(y, w), z""",
-        "unsupported_step|fused",
-        x=X,
-        w=W,
-    ),
-    "everything returned twice": written(
-        """y = sum_ranks(x)
-        h = y + r
-        n = rms(h, w)
-        return n, n, h, h, y""",
-        "fused",
-        x=X,
-        r=SAME,
-        w=W,
-    ),
-}
-
-OPAQUE: Final[dict[str, Program]] = {
-    "overwriting norms in a row": written(
-        """y = sum_ranks(x)
-        n, h = opaque_add_rms_norm_(y, r, w, 1e-5)
-        m, g = opaque_add_rms_norm_(n, h, w, 1e-5)
-        return m, g""",
-        "fused",
-        x=X,
-        r=SAME,
-        w=W,
-    ),
-    "a bias in front of an opaque norm, and read again": written(
-        """y = sum_ranks(x)
-        z = y + b
-        n, h = opaque_add_rms_norm(z, r, w, 1e-5)
-        return n, h, z""",
-        "fused",
-        x=X,
-        r=SAME,
-        w=W,
-        b=W,
-    ),
-    "both arguments of an opaque norm reduced": written(
-        """y = sum_ranks(x)
-        u = sum_ranks(z)
-        n, h = opaque_add_rms_norm(y, u, w, 1e-5)
-        return n, h""",
-        "fused|norm_taken fused|norm_taken",
-        x=X,
-        z=X,
-        w=W,
-    ),
-    "the reduced value as an opaque norm's residual": written(
-        """y = sum_ranks(x)
-        n, h = opaque_add_rms_norm(r, y, w, 1e-5)
-        return n, h""",
-        "fused",
-        x=X,
-        r=SAME,
-        w=W,
-    ),
-}
 
 ORDER: Final[dict[str, Program]] = {
     "the reduced value read early, in another shape, and a weight made late": written(
@@ -169,6 +48,29 @@ SHAPES: Final[dict[str, Program]] = {
         return rms(y.contiguous().view(2, 2, 64), w)""",
         "fused",
         x="bf16[64, 4]",
+        w=W,
+    ),
+    "branching views of the hidden state, both normed": written(
+        """y = sum_ranks(x)
+        v = (y + r).unsqueeze(0)
+        return rms(v.unsqueeze(0), w), rms(v.view(2, 2, 64), w)""",
+        "fused|unsupported_step|norm_dims",
+        x=X,
+        r=SAME,
+        w=W,
+    ),
+    "a bias wider than what is reduced": written(
+        """y = sum_ranks(x)
+        return rms(y + w, w)""",
+        "residual_shape",
+        x="bf16[4, 1]",
+        w=W,
+    ),
+    "dims of equal size swapped in between": written(
+        """y = sum_ranks(x)
+        return rms(y.t(), w)""",
+        "unsupported_step|norm_dims|no_norm",
+        x="bf16[64, 64]",
         w=W,
     ),
     "an expanded partial sum": written(

@@ -122,13 +122,15 @@ def stop_at(
     if behind != "rms_norm":
         return Stop(Reason.NO_NORM, {"op": op, "leads_to": behind})
     if nodes.is_op(user, aten.add.Tensor):
-        return _stop_at_add(node, user, residual)
+        return _stop_at_add(node, user, residual, hidden_states)
     if nodes.is_op(user, nodes.VIEWS):  # it changes the last dimension, or it'd be a step
         return Stop(Reason.NORM_DIMS, {"op": op, **_last_dims(node, user)})
     return Stop(Reason.UNSUPPORTED_STEP, {"op": op})
 
 
-def _stop_at_add(node: fx.Node, user: fx.Node, residual: object) -> Stop:
+def _stop_at_add(
+    node: fx.Node, user: fx.Node, residual: object, hidden_states: Collection[fx.Node]
+) -> Stop:
     op = nodes.op_name(user)
     found = nodes.other_operand(user, node)
     if found is None:
@@ -139,7 +141,7 @@ def _stop_at_add(node: fx.Node, user: fx.Node, residual: object) -> Stop:
     if isinstance(found[0], fx.Node) and "val" not in found[0].meta:
         return Stop(Reason.UNKNOWN_SHAPE, {"node": found[0].name, "role": "residual"})
     if residual is not None:
-        if comes_from_all_reduce(found[0]) or comes_from_all_reduce(residual):
+        if any(comes_from_all_reduce(added, hidden_states) for added in (found[0], residual)):
             return Stop(Reason.SUMMED_ALL_REDUCES, {"op": op})
         return Stop(Reason.UNSUPPORTED_STEP, {"op": op, "adds": 2})
     if other is not None and value is not None and not nodes.same_shape(other, value):
@@ -173,9 +175,15 @@ def _is_normed(node: fx.Node, hidden_states: Collection[fx.Node]) -> bool:
     return True
 
 
-def comes_from_all_reduce(value: object, depth: int = 8) -> bool:
-    """True if a value is a reduced tensor, or a sum of such, but for views, casts, bias, scale."""
-    if not isinstance(value, fx.Node) or depth == 0:
+def comes_from_all_reduce(
+    value: object, hidden_states: Collection[fx.Node], depth: int = 8
+) -> bool:
+    """True if a value is a reduced tensor, or a sum of such, but for views, casts, bias, scale.
+
+    What a norm reads is the residual stream, not a bare sum of all_reduces, even in the first
+    layer of a model whose embedding is reduced too.
+    """
+    if not isinstance(value, fx.Node) or depth == 0 or _is_normed(value, hidden_states):
         return False
     value = nodes.under_views(value)
     if nodes.is_op(value, c10d.wait_tensor.default) or opaque_all_reduce(value) is not None:
@@ -184,7 +192,9 @@ def comes_from_all_reduce(value: object, depth: int = 8) -> bool:
     big = [] if pair is None else [operand for operand in pair if _at_least_2d(operand)]
     if len(big) == 2 and not nodes.is_op(value, nodes.ADDS):
         return False
-    return bool(big) and all(comes_from_all_reduce(operand, depth - 1) for operand in big)
+    return bool(big) and all(
+        comes_from_all_reduce(operand, hidden_states, depth - 1) for operand in big
+    )
 
 
 def _at_least_2d(value: object) -> bool:

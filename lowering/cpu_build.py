@@ -23,7 +23,9 @@ from typing import Any, Final
 import torch
 
 _SOURCES: Final = (
+    "cpu_block.h",
     "cpu_site.h",
+    "cpu_forms.h",
     "cpu_barrier.h",
     "cpu_all_reduce_add_rms_norm.cpp",
 )

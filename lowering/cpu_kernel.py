@@ -38,8 +38,11 @@ _POINTERS: Final = (
     "reduced",
     "rstd",
 )
+#: `Form` of the kernel's source, then how to run it.
 _INTEGERS: Final = (
+    "has_bias",
     "has_scale",
+    "has_residual",
     "x_dtype",
     "residual_dtype",
     "weight_dtype",
@@ -161,7 +164,8 @@ class BoundCall:
         self._tokens = tokens
         self._call.tokens = tokens
         parallel = tokens * self._hidden_size >= PARALLEL_ELEMENTS
-        self._call.threads = torch.get_num_threads() if parallel else 1
+        most = min(torch.get_num_threads(), self._workspace.threads)
+        self._call.threads = most if parallel else 1
         self._call.two_shot = cpu_is_two_shot(
             tokens, self._hidden_size, self._element_size, self._world_size
         )
@@ -184,6 +188,8 @@ def _codes(arguments: Arguments) -> dict[str, int]:
         product = torch.promote_types(before_weight, factor)
     norm_dtype, hidden_dtype = result_dtypes(arguments)
     return {
+        "has_bias": int(bias is not None),
+        "has_residual": int(arguments.residual is not None),
         "x_dtype": _DTYPES[arguments.x.dtype],
         "residual_dtype": _code(arguments.residual),
         "weight_dtype": _code(weight),

@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -57,13 +58,17 @@ class _Space(ctypes.Structure):
 
 @dataclass
 class CpuWorkspace:
-    """The group's memory as this rank sees it; `refusal` says why there is none."""
+    """The group's memory as this rank sees it; `refusal` says why there is none.
+
+    `threads` is how many threads of this rank a call may use.
+    """
 
     group: dist.ProcessGroup
     refusal: str = ""
     memory: cpu_memory.SharedMemory | None = None
     space: _Space | None = None
     run: Any = None
+    threads: int = 1
     broken: str = ""
 
     @property
@@ -131,6 +136,7 @@ def _make(group: dist.ProcessGroup) -> CpuWorkspace:
         "host": _host(),
         "isa": build.isa,
         "kernel": build.name,
+        "cores": sorted(os.sched_getaffinity(0)),
         "slot and two-shot bytes": [CPU_SLOT_BYTES, CPU_TWO_SHOT_BYTES],
     }
     agreement = agree(group, facts, equal=("slot and two-shot bytes",))
@@ -140,7 +146,8 @@ def _make(group: dist.ProcessGroup) -> CpuWorkspace:
     for mode in cpu_memory.MODES:
         memory, refusal = _share(group, mode, build)
         if memory is not None:
-            return _workspace(group, memory, build)
+            threads = _threads(group.rank(), [facts["cores"] for facts in agreement.facts])
+            return _workspace(group, memory, build, threads)
     return CpuWorkspace(group, refusal=refusal)
 
 
@@ -227,8 +234,24 @@ def _memory_bytes(build: Build, world_size: int) -> int:
     return -(-int(measure(world_size, CPU_SLOT_BYTES)) // page) * page
 
 
+def _threads(rank: int, cores: Sequence[Sequence[int]]) -> int:
+    """This rank's share of the cores it may run on, at least one.
+
+    Ranks that share cores wait for each other at every call: with more threads than cores, a
+    team's barrier waits for a thread that waits for another rank's, and a call of 0.2 ms was
+    seen to take seconds.
+
+    Args:
+        rank: This rank.
+        cores: For each rank the cores it may run on.
+    """
+    mine = set(cores[rank])
+    sharers = sum(not mine.isdisjoint(others) for others in cores)
+    return max(1, len(mine) // sharers)
+
+
 def _workspace(
-    group: dist.ProcessGroup, memory: cpu_memory.SharedMemory, build: Build
+    group: dist.ProcessGroup, memory: cpu_memory.SharedMemory, build: Build, threads: int
 ) -> CpuWorkspace:
     assert build.library is not None
     view = ctypes.c_char.from_buffer(memory.mapping)
@@ -242,7 +265,7 @@ def _workspace(
     )
     run = build.library.fx_fusion_cpu_run
     run.restype = ctypes.c_int32
-    return CpuWorkspace(group, memory=memory, space=space, run=run)
+    return CpuWorkspace(group, memory=memory, space=space, run=run, threads=threads)
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -87,7 +87,7 @@ UNFUSED: Final = "unfused"
 CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
 #: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
-CPU_KERNEL_READY: Final = False
+CPU_KERNEL_READY: Final = True
 #: Arch and world size for which the GPU kernel's tests, as it is now, have passed on such a GPU;
 #: elsewhere it runs only if `kernel="fx_fusion"`. ("sm_90", 2) passed on an H200 before the
 #: kernel's host code was last changed, and comes back when it has passed again.

@@ -17,7 +17,10 @@ figure is the median over rounds of the mean time of a call in the round, the sl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import ctypes
+import os
 import platform
 import statistics
 import sys
@@ -96,7 +99,8 @@ def measure(
     rank: int, world_size: int, cells: list[tuple[int, int]], dtype: str, rounds: int
 ) -> list[dict[str, list[float]]]:
     """On one rank: for each cell and way, the mean microseconds of a call in each round."""
-    torch.set_num_threads(max(1, (torch.get_num_threads() or 1)))
+    torch.set_num_threads(threads_a_rank(world_size))
+    _keep_freed_memory()
     measured = []
     for tokens, hidden in cells:
         torch._dynamo.reset()
@@ -110,6 +114,25 @@ def measure(
         with torch.no_grad():
             measured.append(_rounds(ways, (x, residual, weight), rounds))
     return measured
+
+
+def threads_a_rank(world_size: int) -> int:
+    """Each rank's share of the cores: more would make every way wait for the scheduler."""
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed, for all ways alike.
+
+    A loop over one site frees the top of the heap at every call, and glibc gives it back from
+    about 1 MiB on: then hundreds of page faults a call are timed, or none, by luck. Within a
+    model's step the top of the heap stays in use.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        c_library = ctypes.CDLL(None)
+        for which in (trim_threshold, mmap_threshold):
+            c_library.mallopt(which, 1 << 30)
 
 
 def _ways(hidden: int, world_size: int) -> dict[str, _Site]:
@@ -213,7 +236,8 @@ def _print(rows: list[Row], options: argparse.Namespace) -> None:
     out = sys.stdout
     out.write(
         f"microseconds a call, {options.world_size} ranks, {options.dtype}, torch"
-        f" {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()};"
+        f" {torch.__version__}, {threads_a_rank(options.world_size)} threads a rank,"
+        f" {platform.machine()} with {len(os.sched_getaffinity(0))} cores;"
         f" median of {options.rounds} rounds, the slowest rank's\n"
     )
     out.write(f"{'tokens x hidden':>16}" + "".join(f"{name:>11}" for name in WAYS))

@@ -10,7 +10,7 @@
 // two-shot: row i is reduced by rank i mod world, the *rounded* sum is read by all, each adds
 //           its own residual and norms. The same bits, less to read for three ranks and more.
 #include "cpu_barrier.h"
-#include "cpu_site.h"
+#include "cpu_forms.h"
 
 #include <algorithm>
 #include <vector>
@@ -85,10 +85,11 @@ void for_rows(const Call& call, int64_t first, int64_t count, Body body) {
 }
 
 Status one_shot_chunk(Workspace& space, const Call& call, int64_t first, int64_t rows) {
-  const int64_t row_bytes = call.hidden * element_size(call.x_dtype);
+  const int64_t row_bytes = call.hidden * element_size(call.form.x_dtype);
   const char* own = static_cast<const char*>(call.x) + first * row_bytes;
   std::memcpy(space.partial(space.rank), own, rows * row_bytes);
   if (const Status status = meet(space); status != kOk) return status;
+  const RowFunction run_row = row_function(call.form);
   for_rows(call, first, rows, [&](int64_t row, float* scratch) {
     const void* parts[kMaxRanks];
     for (int rank = 0; rank < space.world_size; ++rank)
@@ -100,7 +101,7 @@ Status one_shot_chunk(Workspace& space, const Call& call, int64_t first, int64_t
 }
 
 Status two_shot_chunk(Workspace& space, const Call& call, int64_t first, int64_t rows) {
-  const int64_t row_bytes = call.hidden * element_size(call.x_dtype);
+  const int64_t row_bytes = call.hidden * element_size(call.form.x_dtype);
   const char* own = static_cast<const char*>(call.x) + first * row_bytes;
   for (int64_t row = 0; row < rows; ++row)
     if ((first + row) % space.world_size != space.rank)
@@ -114,14 +115,10 @@ Status two_shot_chunk(Workspace& space, const Call& call, int64_t first, int64_t
     const void* parts[kMaxRanks];
     for (int rank = 0; rank < space.world_size; ++rank) parts[rank] = space.partial(rank) + at;
     parts[space.rank] = own + at;
-    Block block;
-    for (int64_t column = 0; column < call.hidden; column += kLanes) {
-      const int64_t left = call.hidden - column;
-      sum_over_ranks(call, parts, space.world_size, column, left, block);
-      store(call.x_dtype, target + at, column, left, block);
-    }
+    reduce_row(call, parts, space.world_size, target + at);
   });
   if (const Status status = meet(space); status != kOk) return status;
+  const RowFunction run_row = row_function(call.form);
   for_rows(call, first, rows, [&](int64_t row, float* scratch) {
     const void* part = space.reduced(row % space.world_size) + (row - first) * row_bytes;
     run_row(call, &part, 1, row, scratch);
@@ -130,7 +127,7 @@ Status two_shot_chunk(Workspace& space, const Call& call, int64_t first, int64_t
 }
 
 Status run(Workspace& space, const Call& call) {
-  const int64_t row_bytes = call.hidden * element_size(call.x_dtype);
+  const int64_t row_bytes = call.hidden * element_size(call.form.x_dtype);
   const int64_t rows_a_chunk = space.slot_bytes / row_bytes;
   for (int64_t first = 0; first < call.tokens; first += rows_a_chunk) {
     const int64_t rows = std::min(rows_a_chunk, call.tokens - first);

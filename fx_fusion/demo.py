@@ -177,16 +177,27 @@ def table(results: list[RankResult], options: argparse.Namespace) -> str:
 
     report = results[0].report
     label = "fx_fusion" if on_a_kernel(report) else "fx_fusion (unfused path)"
-    rows = [("", "time per step", "largest difference from eager, on each rank")]
+    rows = [
+        (
+            "",
+            f"{BATCH * TOKENS} tokens",
+            "decode step",
+            "largest difference from eager, on each rank",
+        )
+    ]
     for way, name in ((EAGER, "eager"), (INDUCTOR, "Inductor alone"), (FUSED, label)):
-        slowest = max(result.seconds[way] for result in results)
+        step = max(result.seconds[way] for result in results)
+        decode = max(result.decode_seconds[way] for result in results)
         differences = "  ".join(
             f"{result.differences[way]:.2e}" for result in results if way in result.differences
         )
-        rows.append((name, f"{1e3 * slowest:.2f} ms", differences or "-"))
-    lines = [f"{name:26}{seconds:>15}    {difference}" for name, seconds, difference in rows]
+        rows.append(
+            (name, f"{1e3 * step:.2f} ms", f"{1e3 * decode:.2f} ms", differences or "-")
+        )
+    lines = [f"{name:25}{step:>12}{decode:>14}    {rest}" for name, step, decode, rest in rows]
     lines.append(
-        f"Median of {options.steps} steps on this machine, slowest rank; the three take turns."
+        f"Median of {options.steps} steps on this machine, slowest rank; the three take turns. A"
+        f" decode step has one token for each of {BATCH} sequences."
         f" Compiling with fx_fusion took {max(r.compile_seconds for r in results):.1f} s."
     )
     if share_gpus(options):

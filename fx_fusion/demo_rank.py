@@ -70,6 +70,7 @@ class RankResult:
         largest_logit: The largest absolute logit of eager.
         digest: SHA-256 of the bytes of all logits that the fx_fusion graph gave.
         seconds: For each way, the median time of a step in seconds.
+        decode_seconds: The same for a step with one token a sequence, as in decoding.
         compile_seconds: How long the first call with fx_fusion took, in seconds.
     """
 
@@ -78,6 +79,7 @@ class RankResult:
     largest_logit: float
     digest: str
     seconds: dict[str, float]
+    decode_seconds: dict[str, float]
     compile_seconds: float
 
 
@@ -96,12 +98,13 @@ def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
     with torch.no_grad():
         expected = [ways[EAGER](ids) for ids in inputs]
 
-        compiled = torch.compile(model, backend=INDUCTOR)
+        # A graph for each length: torch 2.13 can't trace DTensor embeddings of symbolic shapes.
+        compiled = torch.compile(model, backend=INDUCTOR, dynamic=False)
         ways[INDUCTOR] = lambda ids: logits_of(compiled, ids)
         unfused = [ways[INDUCTOR](ids) for ids in inputs]
 
         fx_fusion.clear_reports()
-        fused_model = torch.compile(model, backend=FUSED)
+        fused_model = torch.compile(model, backend=FUSED, dynamic=False)
         ways[FUSED] = lambda ids: logits_of(fused_model, ids)
         start = time.perf_counter()
         fused = [ways[FUSED](ids) for ids in inputs]
@@ -109,6 +112,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
         report = FusionReport.merged(fx_fusion.reports())
 
         seconds = time_ways(ways, inputs[0], job.steps)
+        decode_seconds = time_ways(ways, inputs[0][:, :1], job.steps)
     return RankResult(
         report=report,
         differences={
@@ -118,6 +122,7 @@ def run_rank(rank: int, world_size: int, job: Job) -> RankResult:
         largest_logit=max(float(logits.abs().max()) for logits in expected),
         digest=digest(fused),
         seconds=seconds,
+        decode_seconds=decode_seconds,
         compile_seconds=compile_seconds,
     )
 

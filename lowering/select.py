@@ -86,8 +86,6 @@ UNFUSED: Final = "unfused"
 #: The CPU kernel's two algorithms; see `cpu_is_two_shot` for which runs.
 CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
-#: Until its tests are all in, the CPU kernel is off and every site takes the unfused path.
-CPU_KERNEL_READY: Final = True
 #: Arch and world size for which the GPU kernel's tests, as it is now, have passed on such a GPU;
 #: elsewhere it runs only if `kernel="fx_fusion"`. ("sm_90", 2) passed on an H200 before the
 #: kernel's host code was last changed, and comes back when it has passed again.
@@ -167,7 +165,7 @@ def asks_for_unfused(plan: str) -> bool:
 
 def cpu_takes(hidden_size: int, element_size: int) -> bool:
     """True if the CPU kernel takes rows of this size; the same answer on every rank."""
-    return CPU_KERNEL_READY and 0 < hidden_size * element_size <= CPU_SLOT_BYTES
+    return 0 < hidden_size * element_size <= CPU_SLOT_BYTES
 
 
 def cpu_is_two_shot(tokens: int, hidden_size: int, element_size: int, world_size: int) -> bool:
@@ -255,8 +253,6 @@ def _own_kernel_cause(problem: Problem, kernel: str) -> str:
     """Why no kernel of ours takes this problem; "" if one does."""
     if problem.arch != "cpu":
         return _gpu_cause(problem, kernel)
-    if not CPU_KERNEL_READY:
-        return f"there is no kernel for {problem.arch} yet"
     if not cpu_takes(problem.hidden_size, problem.dtype.itemsize):
         return f"a row of {problem.hidden_size} elements doesn't fit a slot"
     return problem.local_cause

@@ -100,7 +100,7 @@ def measure(
 ) -> list[dict[str, list[float]]]:
     """On one rank: for each cell and way, the mean microseconds of a call in each round."""
     torch.set_num_threads(threads_a_rank(world_size))
-    _keep_freed_memory()
+    keep_freed_memory()
     measured = []
     for tokens, hidden in cells:
         torch._dynamo.reset()
@@ -121,7 +121,7 @@ def threads_a_rank(world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep what is freed, for all ways alike.
 
     A loop over one site frees the top of the heap at every call, and glibc gives it back from

@@ -94,7 +94,7 @@ class TestGraphs:
         assert site.source == line_of(Layer.part, "dist.all_reduce")
         assert (site.shape, site.dtype) == ((4, HIDDEN), "float32")
         assert (site.group, site.world_size) == ("0", 8)
-        assert site.kernel == "unfused"
+        assert site.kernel == "one-shot over shared memory"
         assert report.incomplete == ""
 
     def test_training_shows_both_graphs_and_gradients_stay_out_of_the_count(self) -> None:

@@ -33,10 +33,13 @@ ROW = Row(
 )
 
 
-@pytest.mark.parametrize("kernel", ["auto", "unfused"])
-@pytest.mark.parametrize("arch", ["cpu", "sm_80", "gfx942"])
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [("auto", "sm_80"), ("auto", "gfx942")]
+    + [("unfused", arch) for arch in ("cpu", "sm_80", "gfx942")],
+)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_problem_gets_the_unfused_path(
+def test_what_was_not_measured_gets_the_unfused_path(
     kernel: str, arch: str, deterministic: bool
 ) -> None:
     problem = replace(PROBLEM, arch=arch, deterministic=deterministic, hidden_size=63)
@@ -44,6 +47,41 @@ def test_every_problem_gets_the_unfused_path(
     assert isinstance(plan, Plan)
     assert plan.kernel == "unfused"
     assert re.fullmatch(f"{kernel}-[0-9a-f]{{12}}", plan.digest)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "fx_fusion"])
+@pytest.mark.parametrize(
+    ("world_size", "tokens", "expected"),
+    [
+        (2, 4096, "one-shot over shared memory"),
+        (3, 1, "one-shot over shared memory"),
+        (3, 4096, "two-shot over shared memory"),
+        (3, None, "one-shot over shared memory or two-shot"),
+    ],
+)
+def test_a_cpu_site_runs_over_shared_memory(
+    kernel: str, world_size: int, tokens: int | None, expected: str
+) -> None:
+    problem = replace(PROBLEM, arch="cpu", world_size=world_size, tokens=tokens)
+    plan = select(problem, FusionSettings(kernel=kernel))
+    assert isinstance(plan, Plan)
+    assert (plan.kernel, plan.cause) == (expected, "")
+
+
+def test_a_row_that_fits_no_slot_and_a_machine_without_compiler_say_so() -> None:
+    wide = select(replace(PROBLEM, arch="cpu", hidden_size=2**20), FusionSettings())
+    assert isinstance(wide, Plan)
+    assert (wide.kernel, wide.cause) == (
+        "unfused",
+        "a row of 1048576 elements doesn't fit a slot",
+    )
+    bare = replace(PROBLEM, arch="cpu", local_cause="no C++ compiler was found")
+    plan = select(bare, FusionSettings())
+    assert isinstance(plan, Plan)
+    assert (plan.kernel, plan.cause) == ("unfused", "no C++ compiler was found")
+    refusal = select(bare, FusionSettings(kernel="fx_fusion"))
+    assert isinstance(refusal, Refusal)
+    assert refusal.numbers["cause"] == "no C++ compiler was found"
 
 
 def test_a_kernel_that_does_not_exist_is_refused_with_the_numbers() -> None:

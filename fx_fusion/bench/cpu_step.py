@@ -1,0 +1,172 @@
+"""A whole step of a Llama-shaped model on CPU: eager, Inductor, fx_fusion, side by side in one run.
+
+    python -m fx_fusion.bench.cpu_step --tokens 1,8,64 --csv cpu_step.csv
+
+The model is transformers' `LlamaForCausalLM` with random weights, made tensor-parallel by
+transformers' own plan over gloo. A step gives every one of `tokens` sequences one new token;
+there is no key-value cache, so what is timed is the projections, the MLPs and the sites.
+
+The ways take turns, so that what else the machine does falls on all alike. A figure is the
+median over rounds of the slowest rank's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from fx_fusion.bench.cpu import keep_freed_memory, threads_a_rank
+from fx_fusion.demo_rank import VOCABULARY, Job, load_shard, logits_of, save_model
+from fx_fusion.report import FusionReport
+from fx_fusion.testing import spawn
+
+WAYS: Final = ("eager", "inductor", "fx_fusion")
+WARM_UP: Final = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of tokens: milliseconds a step for each way; `speed_up` is inductor / fx_fusion."""
+
+    world_size: int
+    dtype: str
+    layers: int
+    hidden_size: int
+    tokens: int
+    sites: int
+    fused_sites: int
+    eager: float
+    inductor: float
+    fx_fusion: float
+    speed_up: float
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark and print its table; see `--help` for the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fx_fusion.bench.cpu_step", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--dtype", default="bfloat16", help="a torch dtype (bfloat16)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default 4)")
+    parser.add_argument("--hidden-size", type=int, default=2048, help="(default 2048)")
+    parser.add_argument("--tokens", default="1,8,64", help="(default 1,8,64)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps (default 40)")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
+    options = parser.parse_args(argv)
+    tokens = [int(count) for count in options.tokens.split(",")]
+    with tempfile.TemporaryDirectory(prefix="fx_fusion_bench_") as directory:
+        job = Job(
+            directory=directory,
+            layers=options.layers,
+            hidden_size=options.hidden_size,
+            dtype=options.dtype,
+            device="cpu",
+            batch=1,
+            tokens=1,
+            steps=options.rounds,
+        )
+        ranks = spawn(measure, options.world_size, timeout=900, args=(job, tokens))
+    rows = [_row(options, index, count, ranks) for index, count in enumerate(tokens)]
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    _print(rows, options)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank saw for one number of tokens: seconds of each step of each way, and the sites."""
+
+    seconds: dict[str, list[float]]
+    sites: int
+    fused_sites: int
+
+
+def measure(rank: int, world_size: int, job: Job, tokens: list[int]) -> list[Measured]:
+    """On one rank: load the shard, then time the three ways for each number of tokens."""
+    import fx_fusion
+
+    torch.set_num_threads(threads_a_rank(world_size))
+    keep_freed_memory()
+    if rank == 0:
+        save_model(job)
+    dist.barrier()
+    model = load_shard(rank, world_size, job)
+    measured = []
+    for count in tokens:
+        torch._dynamo.reset()
+        fx_fusion.clear_reports()
+        ids = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(0))
+        ways = {
+            "eager": model,
+            "inductor": torch.compile(model, backend="inductor"),
+            "fx_fusion": torch.compile(model, backend="fx_fusion"),
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        with torch.no_grad():
+            for step in range(WARM_UP + job.steps):
+                for way, run in ways.items():
+                    dist.barrier()
+                    start = time.perf_counter()
+                    logits_of(run, ids)
+                    if step >= WARM_UP:
+                        seconds[way].append(time.perf_counter() - start)
+        report = FusionReport.merged(fx_fusion.reports())
+        measured.append(Measured(seconds, report.site_count, report.fused_count))
+    return measured
+
+
+def _row(
+    options: argparse.Namespace, index: int, tokens: int, ranks: list[list[Measured]]
+) -> Row:
+    cell = [rank[index] for rank in ranks]
+    middle = {
+        way: statistics.median(
+            max(step)
+            for step in zip(*(measured.seconds[way] for measured in cell), strict=True)
+        )
+        for way in WAYS
+    }
+    return Row(
+        world_size=options.world_size,
+        dtype=options.dtype,
+        layers=options.layers,
+        hidden_size=options.hidden_size,
+        tokens=tokens,
+        sites=cell[0].sites,
+        fused_sites=cell[0].fused_sites,
+        **{way: round(1e3 * seconds, 3) for way, seconds in middle.items()},
+        speed_up=round(middle["inductor"] / middle["fx_fusion"], 2),
+    )
+
+
+def _print(rows: list[Row], options: argparse.Namespace) -> None:
+    print(
+        f"milliseconds a step: Llama of {options.layers} layers, hidden size"
+        f" {options.hidden_size}, {options.dtype}, {options.world_size} ranks, torch"
+        f" {torch.__version__}, {threads_a_rank(options.world_size)} threads a rank,"
+        f" {platform.machine()}; median of {options.rounds} steps, the slowest rank's"
+    )
+    print(f"{'tokens':>8}{'sites fused':>13}" + "".join(f"{way:>11}" for way in WAYS), end="")
+    print(f"{'inductor/fx_fusion':>20}")
+    for row in rows:
+        times = "".join(f"{getattr(row, way):>11.2f}" for way in WAYS)
+        fused = f"{row.fused_sites} of {row.sites}"
+        print(f"{row.tokens:>8}{fused:>13}{times}{row.speed_up:>19.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ VENV := .venv
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-zoo test-gpu check fix clean FORCE
+.PHONY: help demo test test-zoo test-soak test-gpu check fix clean FORCE
 .PRECIOUS: $(VENV)/stamp-%
 .NOTPARALLEL:
 
@@ -24,10 +24,13 @@ demo: $(VENV)/stamp-test ## Fuse a small tensor-parallel Llama and compare it wi
 	$(VENV)/bin/python -m fx_fusion.demo $(ARGS)
 
 test: $(VENV)/stamp-test ## Run the tests that need no GPU
-	$(PYTEST) -n $(JOBS) -m "not gpu and not zoo" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not gpu and not zoo and not soak" $(ARGS)
 
 test-zoo: $(VENV)/stamp-test ## Compile every model of the zoo on two real ranks (long)
 	$(PYTEST) -m zoo $(ARGS)
+
+test-soak: $(VENV)/stamp-test ## Run the CPU kernel a million times on two and three ranks
+	$(PYTEST) -m soak $(ARGS)
 
 test-gpu: $(VENV)/stamp-test ## Run the tests that need a CUDA or HIP device
 	$(PYTEST) -m gpu $(ARGS)

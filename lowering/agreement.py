@@ -17,6 +17,8 @@ from fx_fusion.errors import PlanMismatchError
 
 #: The fact that says why a rank can't take part; absent or "" where it can.
 CANNOT = "cannot"
+#: The fact that says what the rank's graph was planned with, see `select.Plan.digest`.
+PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,25 @@ class Agreement:
     def smallest(self, name: str) -> int:
         """The least value of a numeric fact, such as the blocks that fit a device at once."""
         return min(int(facts[name]) for facts in self.facts)
+
+
+_agreed_on_unfused: dict[str, dist.ProcessGroup] = {}
+
+
+def agree_on_plan(group: dist.ProcessGroup, plan: str) -> None:
+    """Make sure, once a group, that all ranks take the unfused path. Collective the first time.
+
+    A rank whose plan has a kernel exchanges its facts at its first call; this meets it there,
+    where it would otherwise wait for a collective that never comes.
+
+    Raises:
+        PlanMismatchError: On all ranks alike, if another rank was compiled with another plan.
+    """
+    name = group.group_name
+    if _agreed_on_unfused.get(name) is group:
+        return
+    agree(group, {PLAN: plan}, equal=(PLAN,))
+    _agreed_on_unfused[name] = group
 
 
 def agree(

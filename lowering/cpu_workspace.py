@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from fx_fusion.errors import PeerTimeoutError
 from fx_fusion.lowering import cpu_memory
-from fx_fusion.lowering.agreement import CANNOT, Agreement, agree
+from fx_fusion.lowering.agreement import CANNOT, PLAN, Agreement, agree
 from fx_fusion.lowering.cpu_build import Build, cpu_library
-from fx_fusion.lowering.select import CPU_SLOT_BYTES, CPU_TWO_SHOT_BYTES
+from fx_fusion.lowering.select import CPU_TWO_SHOT_BYTES, cpu_slot_bytes
 
 log = logging.getLogger(__name__)
 
@@ -105,17 +105,17 @@ class CpuWorkspace:
 _workspaces: dict[str, CpuWorkspace] = {}
 
 
-def cpu_workspace(group_name: str, group: dist.ProcessGroup) -> CpuWorkspace:
+def cpu_workspace(group_name: str, group: dist.ProcessGroup, plan: str) -> CpuWorkspace:
     """The workspace of a group, made on first use. Collective then, a look-up afterwards.
 
-    Keyed by the group itself: a name is used again after destroy and init.
+    `plan` is that of the first call, on which the ranks must agree. Keyed by the group itself: a name is used again after destroy and init.
     """
     known = _workspaces.get(group_name)
     if known is not None:
         if known.group is group:
             return known
         known.close()
-    made = _make(group)
+    made = _make(group, plan)
     _workspaces[group_name] = made
     if made.refusal and group.rank() == 0:
         log.warning(
@@ -126,7 +126,7 @@ def cpu_workspace(group_name: str, group: dist.ProcessGroup) -> CpuWorkspace:
     return made
 
 
-def _make(group: dist.ProcessGroup) -> CpuWorkspace:
+def _make(group: dist.ProcessGroup, plan: str) -> CpuWorkspace:
     cause = _local_cause(group)
     if cause is not None:
         return CpuWorkspace(group, refusal=cause)
@@ -137,9 +137,10 @@ def _make(group: dist.ProcessGroup) -> CpuWorkspace:
         "isa": build.isa,
         "kernel": build.name,
         "cores": sorted(os.sched_getaffinity(0)),
-        "slot and two-shot bytes": [CPU_SLOT_BYTES, CPU_TWO_SHOT_BYTES],
+        PLAN: plan,
+        "slot and two-shot bytes": [cpu_slot_bytes(group.size()), CPU_TWO_SHOT_BYTES],
     }
-    agreement = agree(group, facts, equal=("slot and two-shot bytes",))
+    agreement = agree(group, facts, equal=(PLAN, "slot and two-shot bytes"))
     refusal = agreement.refusal or _difference(agreement)
     if refusal:
         return CpuWorkspace(group, refusal=refusal)
@@ -231,7 +232,7 @@ def _memory_bytes(build: Build, world_size: int) -> int:
     measure.restype = ctypes.c_int64
     measure.argtypes = [ctypes.c_int32, ctypes.c_int64]
     page = os.sysconf("SC_PAGE_SIZE")
-    return -(-int(measure(world_size, CPU_SLOT_BYTES)) // page) * page
+    return -(-int(measure(world_size, cpu_slot_bytes(world_size))) // page) * page
 
 
 def _threads(rank: int, cores: Sequence[Sequence[int]]) -> int:
@@ -257,7 +258,7 @@ def _workspace(
     view = ctypes.c_char.from_buffer(memory.mapping)
     space = _Space(
         memory=ctypes.addressof(view),
-        slot_bytes=CPU_SLOT_BYTES,
+        slot_bytes=cpu_slot_bytes(group.size()),
         rank=group.rank(),
         world_size=group.size(),
         descriptor=memory.descriptor,

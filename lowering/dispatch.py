@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fx_fusion.lowering import unfused
+from fx_fusion.lowering.agreement import agree_on_plan
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
-from fx_fusion.lowering.select import asks_for_unfused, cpu_takes, gpu_max_tokens, kernel_of
+from fx_fusion.lowering.select import (
+    asks_for_unfused,
+    cpu_takes,
+    full_plan,
+    gpu_max_tokens,
+    kernel_of,
+)
 
 if TYPE_CHECKING:
     from fx_fusion.lowering.cpu_workspace import CpuWorkspace
@@ -55,12 +62,15 @@ def _gpu_limit(arguments: Arguments) -> int:
 def cpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> CpuWorkspace | None:
     """The group's shared memory if this call runs over it, made now if need be; else None."""
     x = arguments.x
-    if asks_for_unfused(arguments.plan) or x.numel() == 0:
+    if x.numel() == 0:
         return None
-    if not cpu_takes(x.shape[-1], x.element_size()):
+    if asks_for_unfused(arguments.plan):
+        agree_on_plan(group, arguments.plan)
+        return None
+    if not cpu_takes(x.shape[-1], x.element_size(), arguments.world_size):
         return None
     # on first use: sockets and ctypes structures are needed by CPU groups only
     from fx_fusion.lowering.cpu_workspace import cpu_workspace
 
-    workspace = cpu_workspace(arguments.group_name, group)
+    workspace = cpu_workspace(arguments.group_name, group, full_plan(arguments.plan))
     return workspace if workspace.usable else None

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fx_fusion.lowering.select import full_plan
+
 
 def prepare(
     group: dist.ProcessGroup | str | None = None,
@@ -43,7 +45,7 @@ def prepare(
     if where.type != "cuda":
         from fx_fusion.lowering.cpu_workspace import cpu_workspace
 
-        return bool(cpu_workspace(made.group_name, made).usable)
+        return bool(cpu_workspace(made.group_name, made, full_plan("")).usable)
     from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
     workspace = gpu_workspace(made, where)
@@ -76,7 +78,7 @@ def close(
     else:
         from fx_fusion.lowering.cpu_workspace import cpu_workspace
 
-        cpu_workspace(made.group_name, made).close()
+        cpu_workspace(made.group_name, made, full_plan("")).close()
 
 
 def _group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ def workspace() -> CpuWorkspace:
     """The default group's workspace, which must be usable."""
     group = dist.group.WORLD
     assert group is not None
-    made = cpu_workspace(group.group_name, group)
+    made = cpu_workspace(group.group_name, group, "a plan")
     assert made.usable, made.refusal
     return made
 
@@ -168,6 +168,7 @@ def run_digest(rank: int, world_size: int, threads: int) -> list[str]:
 
     torch.set_num_threads(threads)
     space = workspace()
+    space.threads = threads  # by itself a rank takes no more than its share of the cores
     digests = []
     for _, arguments, _ in cases(rank, world_size):
         given = cpu_kernel.run(arguments, space)
@@ -205,6 +206,96 @@ def run_one_row_and_batch(rank: int, world_size: int) -> list[str]:
                 if not (torch.equal(bits(a), bits(b)) and torch.equal(bits(a), bits(c))):
                     found.append(f"{name} of a row depends on its batch: {dtype}, {hidden}")
     return found
+
+
+def run_forms(rank: int, world_size: int) -> list[str]:
+    """The squares are added up in one order, whatever the dtype and the form compiled for it.
+
+    The hidden state of a bfloat16 or float16 call goes through a float32 call as its residual.
+    """
+    space = workspace()
+    found = []
+    for dtype in DTYPES:
+        for hidden in (1, 63, 64, 65, 127, 192, 2880, 4096):
+            parts = random_parts(hidden, (5, hidden), dtype, world_size)
+            residual = random_parts(1, (5, hidden), dtype, 1)[0]
+            first = cpu_kernel.run(arguments_for(parts[rank], residual=residual), space)
+            zeros = torch.zeros(5, hidden)
+            second = cpu_kernel.run(
+                arguments_for(zeros, residual=first.residual.float()), space
+            )
+            if not torch.equal(bits(first.rstd), bits(second.rstd)):
+                found.append(f"rstd depends on the form: {dtype}, hidden size {hidden}")
+    return found
+
+
+def run_with_plans(rank: int, world_size: int, plans: tuple[str, ...]) -> str:
+    """Each rank calls the op with a plan of its own; what all ranks raise alike."""
+    from fx_fusion.errors import PlanMismatchError
+    from fx_fusion.ops import all_reduce_add_rms_norm as op
+
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.ones(2, 64)
+    try:
+        op(
+            x,
+            None,
+            None,
+            None,
+            1e-6,
+            group.group_name,
+            world_size,
+            weight_form="none",
+            plan=plans[rank],
+        )
+    except PlanMismatchError as error:
+        return str(error)
+    return ""
+
+
+def run_soak(rank: int, world_size: int, calls: int) -> tuple[str, int, int]:
+    """Calls whose inputs change by call and rank, each output compared bit for bit.
+
+    Returns:
+        What was wrong, and by how much memory (KiB) and open files grew after a tenth of them.
+    """
+    space = workspace()
+    variants = 61
+    pools = [[random_parts(i, (2, 96), BF16, 1)[0] for i in range(variants)]] + [
+        [random_parts(1000 * other + i, (2, 96), BF16, 1)[0] for i in range(variants)]
+        for other in range(1, world_size)
+    ]
+    bound = cpu_kernel.BoundCall(
+        arguments_for(pools[rank][0], residual=None, weight=None), space
+    )
+    # each rank steps through its pool at a pace of its own, so all combinations come up
+    paces = (1, 7, 11, 13)
+    expected: dict[tuple[int, ...], torch.Tensor] = {}
+    memory = files = 0
+    for call in range(calls):
+        if call == calls // 10:
+            memory, files = _used()
+        chosen = tuple(
+            (call * paces[other] + call // variants) % variants for other in range(world_size)
+        )
+        given = bound.run(pools[rank][chosen[rank]], None, None, None, None, None).reduced
+        if chosen not in expected:
+            total = torch.zeros(2, 96)
+            for other in range(world_size):
+                total = total + pools[other][chosen[other]].float()
+            expected[chosen] = total.to(BF16)
+        if not torch.equal(given, expected[chosen]):
+            return f"call {call}: wrong sum", 0, 0
+    now = _used()
+    return "", now[0] - memory, now[1] - files
+
+
+def _used() -> tuple[int, int]:
+    """Resident memory in KiB, and how many files are open."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        resident = next(line for line in status if line.startswith("VmRSS"))
+    return int(resident.split()[1]), len(os.listdir("/proc/self/fd"))
 
 
 def run_many(rank: int, world_size: int, calls: int) -> list[str]:
@@ -274,7 +365,7 @@ def run_two_groups(rank: int, world_size: int) -> list[str]:
     for call in range(40):
         for group in (pairs[rank // 2], everyone):
             ranks = dist.get_process_group_ranks(group)
-            space = cpu_workspace(group.group_name, group)
+            space = cpu_workspace(group.group_name, group, "a plan")
             assert space.usable, space.refusal
             parts = random_parts(call + 100 * len(ranks) + ranks[0], (3, 80), FP32, len(ranks))
             arguments = arguments_for(
@@ -304,8 +395,9 @@ def run_with_a_failing_rank(rank: int, world_size: int, step: str) -> str:
         cpu_memory.attach = refuse  # type: ignore[assignment]
     group = dist.group.WORLD
     assert group is not None
-    made = cpu_workspace(group.group_name, group)
-    assert made is cpu_workspace(group.group_name, group), "a refusal is remembered"
+    made = cpu_workspace(group.group_name, group, "a plan")
+    again = cpu_workspace(group.group_name, group, "a plan")
+    assert made is again, "a refusal is remembered"
     return made.refusal
 
 

@@ -40,6 +40,32 @@ def test_many_calls_of_changing_sizes_never_read_an_old_value() -> None:
         assert found == []
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_million_calls_without_a_wrong_bit_or_a_leak(world_size: int) -> None:
+    for found, grown, opened in spawn(
+        ranks.run_soak, world_size, args=(1_000_000,), timeout=1100
+    ):
+        assert found == ""
+        assert grown < 4096, f"{grown} KiB more after nine tenths of the calls"
+        assert opened == 0
+
+
+def test_the_form_does_not_change_the_sum_of_squares() -> None:
+    for found in spawn(ranks.run_forms, 2, timeout=200):
+        assert found == []
+
+
+@pytest.mark.parametrize("plans", [("auto-1", "auto-2"), ("auto-1", "unfused-1")])
+def test_ranks_with_different_plans_are_told_on_every_rank(plans: tuple[str, ...]) -> None:
+    messages = spawn(ranks.run_with_plans, 2, args=(plans,), timeout=60)
+    assert messages[0] == messages[1]
+    assert "disagree about plan" in messages[0]
+    for rank, plan in enumerate(plans):
+        assert f"rank {rank} has '{plan}'" in messages[0]
+
+
 def test_groups_do_not_disturb_each_other() -> None:
     for found in spawn(ranks.run_two_groups, 4, timeout=200):
         assert found == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import cpu_kernel_ranks as ranks
+import cpu_life_ranks as life
 import pytest
 
 from fx_fusion.errors import SpawnError
@@ -45,7 +46,7 @@ def test_many_calls_of_changing_sizes_never_read_an_old_value() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_million_calls_without_a_wrong_bit_or_a_leak(world_size: int) -> None:
     for found, grown, opened in spawn(
-        ranks.run_soak, world_size, args=(1_000_000,), timeout=1100
+        life.run_soak, world_size, args=(1_000_000,), timeout=1100
     ):
         assert found == ""
         assert grown < 4096, f"{grown} KiB more after nine tenths of the calls"
@@ -59,7 +60,7 @@ def test_the_form_does_not_change_the_sum_of_squares() -> None:
 
 @pytest.mark.parametrize("plans", [("auto-1", "auto-2"), ("auto-1", "unfused-1")])
 def test_ranks_with_different_plans_are_told_on_every_rank(plans: tuple[str, ...]) -> None:
-    messages = spawn(ranks.run_with_plans, 2, args=(plans,), timeout=60)
+    messages = spawn(life.run_with_plans, 2, args=(plans,), timeout=60)
     assert messages[0] == messages[1]
     assert "disagree about plan" in messages[0]
     for rank, plan in enumerate(plans):
@@ -74,12 +75,12 @@ def test_groups_do_not_disturb_each_other() -> None:
 def test_a_killed_rank_is_named_and_nothing_is_left_behind() -> None:
     before = shared_files()
     with pytest.raises(SpawnError, match="rank 2"):
-        spawn(ranks.run_until_a_rank_dies, 3, timeout=60)
+        spawn(life.run_until_a_rank_dies, 3, timeout=60)
     assert shared_files() == before
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_bound() -> None:
-    messages = spawn(ranks.run_with_a_late_rank, 3, timeout=60)
+    messages = spawn(life.run_with_a_late_rank, 3, timeout=60)
     for message in messages[:2]:
         assert "rank 2" in message
         assert "did not come" in message or "gave up" in message
@@ -87,12 +88,12 @@ def test_a_rank_that_does_not_come_is_named_within_the_bound() -> None:
 
 @pytest.mark.parametrize("step", ["build", "map"])
 def test_if_one_rank_cannot_no_rank_does(step: str) -> None:
-    refusals = spawn(ranks.run_with_a_failing_rank, 3, args=(step,), timeout=120)
+    refusals = spawn(life.run_with_a_failing_rank, 3, args=(step,), timeout=120)
     assert "rank 1" in refusals[0]
     assert refusals[0] == refusals[1] == refusals[2]
 
 
 def test_a_named_file_takes_the_place_of_memfd() -> None:
-    for found, left in spawn(ranks.run_in_a_named_file, 3, timeout=120):
+    for found, left in spawn(life.run_in_a_named_file, 3, timeout=120):
         assert found == []
         assert left == []

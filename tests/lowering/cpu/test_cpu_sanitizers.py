@@ -1,4 +1,4 @@
-"""The kernel's source under ThreadSanitizer and AddressSanitizer, with threads as ranks.
+"""The kernel's source under ThreadSanitizer (ranks are threads) and AddressSanitizer (processes).
 
 The test's teeth are shown by a mutant: with one slot in place of two, a rank overwrites what
 its peers still read, and both the sanitizer and the sums see it.
@@ -44,10 +44,12 @@ def build(folder: Path, sanitizer: str, source: str | None = None) -> Path:
     return target
 
 
-def run(harness: Path, ranks: int, calls: int, seed: int) -> subprocess.CompletedProcess[str]:
+def run(
+    harness: Path, ranks: int, calls: int, seed: int, ranks_are: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         # address space layouts of some kernels don't suit ThreadSanitizer: fix it
-        ["setarch", "-R", str(harness), str(ranks), str(calls), str(seed)],
+        ["setarch", "-R", str(harness), str(ranks), str(calls), str(seed), ranks_are],
         capture_output=True,
         text=True,
         check=False,
@@ -55,11 +57,13 @@ def run(harness: Path, ranks: int, calls: int, seed: int) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_schedule_races_or_strays(tmp_path: Path, sanitizer: str) -> None:
+@pytest.mark.parametrize(
+    ("sanitizer", "ranks_are"), [("thread", "threads"), ("address,undefined", "processes")]
+)
+def test_no_schedule_races_or_strays(tmp_path: Path, sanitizer: str, ranks_are: str) -> None:
     harness = build(tmp_path, sanitizer)
     for ranks in (2, 3, 4):
-        done = run(harness, ranks, 400, seed=ranks)
+        done = run(harness, ranks, 400, ranks, ranks_are)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "ok\n"
 
@@ -69,6 +73,6 @@ def test_a_single_slot_is_found_out(tmp_path: Path) -> None:
     source = (csrc / "cpu_all_reduce_add_rms_norm.cpp").read_text()
     mutant = source.replace("slot(owner, chunk & 1)", "slot(owner, 0)")
     assert mutant != source
-    done = run(build(tmp_path, "thread", mutant), 3, 400, seed=1)
+    done = run(build(tmp_path, "thread", mutant), 3, 400, 1, "threads")
     assert done.returncode != 0
     assert "data race" in done.stderr or "wrong sum" in done.stderr

@@ -18,21 +18,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import ctypes
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 
+from fx_fusion.bench import common
+from fx_fusion.bench.common import (
+    Bench,
+    Table,
+    add_dtype,
+    add_number,
+    add_numbers,
+    count_cell,
+)
 from fx_fusion.testing import spawn
 
 WAYS: Final = ("fused", "inductor", "eager", "transport")
@@ -63,40 +70,49 @@ class Row:
     speed_up: float
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark and print its table; see `--help` for the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fx_fusion.bench.cpu", description=(__doc__ or "").splitlines()[0]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    add_number(parser, "--world-size", 2, "ranks")
+    add_dtype(parser)
+    add_numbers(parser, "--tokens", default=TOKENS, what="rows of the reduced tensor")
+    add_numbers(
+        parser,
+        "--hidden-size",
+        "--hidden",
+        "--hidden-sizes",
+        default=HIDDEN_SIZES,
+        what="hidden sizes",
     )
-    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--dtype", default="bfloat16", help="a torch dtype (bfloat16)")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--hidden", default=",".join(map(str, HIDDEN_SIZES)))
-    parser.add_argument("--rounds", type=int, default=15, help="rounds a cell (default 15)")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
-    options = parser.parse_args(argv)
-    cells = [
-        (int(tokens), int(hidden))
-        for hidden in options.hidden.split(",")
-        for tokens in options.tokens.split(",")
-    ]
+    add_number(parser, "--rounds", 15, "rounds a cell", least=2)
+
+
+def cells_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """The cells of a run: tokens and hidden size."""
+    return [(tokens, hidden) for hidden in options.hidden_size for tokens in options.tokens]
+
+
+def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
+    """Measure every cell on real ranks."""
+    cells = cells_of(options)
     results = spawn(
         measure,
         options.world_size,
         timeout=60 + 60 * len(cells),
-        args=(cells, options.dtype, options.rounds),
+        args=(cells, options.dtype, options.rounds, progress),
     )
-    rows = [
+    return [
         _row(options.world_size, options.dtype, cell, [result[index] for result in results])
         for index, cell in enumerate(cells)
     ]
-    if options.csv:
-        _write(options.csv, rows)
-    _print(rows, options)
 
 
 def measure(
-    rank: int, world_size: int, cells: list[tuple[int, int]], dtype: str, rounds: int
+    rank: int,
+    world_size: int,
+    cells: list[tuple[int, int]],
+    dtype: str,
+    rounds: int,
+    progress: str = "",
 ) -> list[dict[str, list[float]]]:
     """On one rank: for each cell and way, the mean microseconds of a call in each round."""
     torch.set_num_threads(threads_a_rank(world_size))
@@ -113,6 +129,8 @@ def measure(
         ways = _ways(hidden, world_size)
         with torch.no_grad():
             measured.append(_rounds(ways, (x, residual, weight), rounds))
+        if rank == 0:
+            count_cell(progress)
     return measured
 
 
@@ -225,29 +243,42 @@ def _row(
     )
 
 
-def _write(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def _print(rows: list[Row], options: argparse.Namespace) -> None:
-    out = sys.stdout
-    out.write(
+def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    """One line for each cell."""
+    return Table(
         f"microseconds a call, {options.world_size} ranks, {options.dtype}, torch"
         f" {torch.__version__}, {threads_a_rank(options.world_size)} threads a rank,"
         f" {platform.machine()} with {len(os.sched_getaffinity(0))} cores;"
-        f" median of {options.rounds} rounds, the slowest rank's\n"
+        f" median of {options.rounds} rounds, the slowest rank's",
+        ("tokens", "hidden", *WAYS, "fused quartiles", "inductor/fused"),
+        tuple(
+            (
+                str(row.tokens),
+                str(row.hidden),
+                *(f"{getattr(row, name):.1f}" for name in WAYS),
+                f"{row.fused_low:.1f} .. {row.fused_high:.1f}",
+                f"{row.speed_up:.2f}x",
+            )
+            for row in rows
+        ),
     )
-    out.write(f"{'tokens x hidden':>16}" + "".join(f"{name:>11}" for name in WAYS))
-    out.write(f"{'quartiles of fused':>21}{'inductor/fused':>16}\n")
-    for row in rows:
-        cell = f"{row.tokens} x {row.hidden}"
-        times = "".join(f"{getattr(row, name):>11.1f}" for name in WAYS)
-        spread = f"{row.fused_low:.1f} .. {row.fused_high:.1f}"
-        out.write(f"{cell:>16}{times}{spread:>21}{row.speed_up:>15.2f}x\n")
+
+
+BENCH: Final = Bench(
+    name="cpu",
+    module="cpu",
+    summary="One site on CPU: our kernel beside Inductor and eager over gloo.",
+    add_options=add_options,
+    cells=lambda options: len(cells_of(options)),
+    run=run,
+    table=table,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its table; see `--help` for the options."""
+    return common.main(BENCH, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

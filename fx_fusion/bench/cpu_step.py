@@ -13,18 +13,28 @@ median over rounds of the slowest rank's step.
 from __future__ import annotations
 
 import argparse
-import csv
+import importlib.util
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from fx_fusion.bench import common
+from fx_fusion.bench.common import (
+    Bench,
+    Table,
+    add_dtype,
+    add_number,
+    add_numbers,
+    count_cell,
+)
 from fx_fusion.bench.cpu import keep_freed_memory, threads_a_rank
 from fx_fusion.demo_rank import VOCABULARY, Job, load_shard, logits_of, save_model
 from fx_fusion.report import FusionReport
@@ -51,20 +61,18 @@ class Row:
     speed_up: float
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark and print its table; see `--help` for the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fx_fusion.bench.cpu_step", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--dtype", default="bfloat16", help="a torch dtype (bfloat16)")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default 4)")
-    parser.add_argument("--hidden-size", type=int, default=2048, help="(default 2048)")
-    parser.add_argument("--tokens", default="1,8,64", help="(default 1,8,64)")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps (default 40)")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
-    options = parser.parse_args(argv)
-    tokens = [int(count) for count in options.tokens.split(",")]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    add_number(parser, "--world-size", 2, "ranks")
+    add_dtype(parser)
+    add_number(parser, "--layers", 4, "decoder layers")
+    add_number(parser, "--hidden-size", 2048, "hidden size, a multiple of 64")
+    add_numbers(parser, "--tokens", default=(1, 8, 64), what="sequences that get a token")
+    add_number(parser, "--rounds", 40, "timed steps")
+
+
+def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
+    """Measure every number of tokens on real ranks."""
     with tempfile.TemporaryDirectory(prefix="fx_fusion_bench_") as directory:
         job = Job(
             directory=directory,
@@ -76,14 +84,13 @@ def main(argv: list[str] | None = None) -> None:
             tokens=1,
             steps=options.rounds,
         )
-        ranks = spawn(measure, options.world_size, timeout=900, args=(job, tokens))
-    rows = [_row(options, index, count, ranks) for index, count in enumerate(tokens)]
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
-    _print(rows, options)
+        ranks = spawn(
+            measure,
+            options.world_size,
+            timeout=900,
+            args=(job, list(options.tokens), progress),
+        )
+    return [_row(options, index, count, ranks) for index, count in enumerate(options.tokens)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,9 @@ class Measured:
     fused_sites: int
 
 
-def measure(rank: int, world_size: int, job: Job, tokens: list[int]) -> list[Measured]:
+def measure(
+    rank: int, world_size: int, job: Job, tokens: list[int], progress: str = ""
+) -> list[Measured]:
     """On one rank: load the shard, then time the three ways for each number of tokens."""
     import fx_fusion
 
@@ -126,6 +135,8 @@ def measure(rank: int, world_size: int, job: Job, tokens: list[int]) -> list[Mea
                         seconds[way].append(time.perf_counter() - start)
         report = FusionReport.merged(fx_fusion.reports())
         measured.append(Measured(seconds, report.site_count, report.fused_count))
+        if rank == 0:
+            count_cell(progress)
     return measured
 
 
@@ -153,20 +164,49 @@ def _row(
     )
 
 
-def _print(rows: list[Row], options: argparse.Namespace) -> None:
-    print(
+def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    """One line for each number of tokens."""
+    return Table(
         f"milliseconds a step: Llama of {options.layers} layers, hidden size"
         f" {options.hidden_size}, {options.dtype}, {options.world_size} ranks, torch"
         f" {torch.__version__}, {threads_a_rank(options.world_size)} threads a rank,"
-        f" {platform.machine()}; median of {options.rounds} steps, the slowest rank's"
+        f" {platform.machine()}; median of {options.rounds} steps, the slowest rank's",
+        ("tokens", "sites fused", *WAYS, "inductor/fx_fusion"),
+        tuple(
+            (
+                str(row.tokens),
+                f"{row.fused_sites} of {row.sites}",
+                *(f"{getattr(row, way):.2f}" for way in WAYS),
+                f"{row.speed_up:.2f}x",
+            )
+            for row in rows
+        ),
     )
-    print(f"{'tokens':>8}{'sites fused':>13}" + "".join(f"{way:>11}" for way in WAYS), end="")
-    print(f"{'inductor/fx_fusion':>20}")
-    for row in rows:
-        times = "".join(f"{getattr(row, way):>11.2f}" for way in WAYS)
-        fused = f"{row.fused_sites} of {row.sites}"
-        print(f"{row.tokens:>8}{fused:>13}{times}{row.speed_up:>19.2f}x")
+
+
+def cannot() -> str:
+    """Why it can't run here."""
+    if importlib.util.find_spec("transformers") is None:
+        return 'the model is transformers\'s: pip install "fx-fusion[hf]"'
+    return ""
+
+
+BENCH: Final = Bench(
+    name="cpu-step",
+    module="cpu_step",
+    summary="A whole step of a Llama-shaped model on CPU: eager, Inductor, fx_fusion.",
+    add_options=add_options,
+    cells=lambda options: len(options.tokens),
+    run=run,
+    table=table,
+    cannot=cannot,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its table; see `--help` for the options."""
+    return common.main(BENCH, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,20 +22,27 @@ regressions, they say nothing about NVLink, and the output says so.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 
 from fx_fusion import prepare
+from fx_fusion.bench import common
+from fx_fusion.bench.common import (
+    Bench,
+    Table,
+    add_dtype,
+    add_number,
+    add_numbers,
+    count_cell,
+)
 from fx_fusion.lowering.select import digest_of
 from fx_fusion.ops import all_reduce_add_rms_norm
 from fx_fusion.settings import FusionSettings
@@ -197,7 +204,12 @@ def time_cell(
 
 
 def rank_job(
-    rank: int, world_size: int, sizes: Sequence[tuple[int, int]], dtype_name: str, rounds: int
+    rank: int,
+    world_size: int,
+    sizes: Sequence[tuple[int, int]],
+    dtype_name: str,
+    rounds: int,
+    progress: str = "",
 ) -> list[Cell]:
     """Time every size on this rank; rank 0 returns the cells, the maximum over ranks."""
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -222,13 +234,15 @@ def rank_job(
                 )
             )
         torch._dynamo.reset()
+        if rank == 0:
+            count_cell(progress)
     return cells if rank == 0 else []
 
 
-def table(cells: Sequence[Cell]) -> str:
+def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
     """One line for each size: the medians, and how often faster fx_fusion is than each other."""
     names = list(dict.fromkeys(cell.candidate for cell in cells))
-    lines = [f"{'tokens x hidden':>16} | " + " | ".join(f"{name:>20}" for name in names)]
+    lines = []
     for (tokens, hidden_size), group in itertools.groupby(
         cells, key=lambda cell: (cell.tokens, cell.hidden_size)
     ):
@@ -238,57 +252,88 @@ def table(cells: Sequence[Cell]) -> str:
         for name in names:
             cell = by_name[name]
             ratio = "" if name == "fx_fusion" else f" {cell.median / ours:.2f}x"
-            texts.append(
-                f"{cell.median:7.2f} ({cell.low:.1f}-{cell.high:.1f}){ratio}".rjust(20)
-            )
-        lines.append(f"{f'{tokens} x {hidden_size}':>16} | " + " | ".join(texts))
-    return "\n".join(lines)
+            texts.append(f"{cell.median:.2f} ({cell.low:.1f}-{cell.high:.1f}){ratio}")
+        lines.append((str(tokens), str(hidden_size), *texts))
+    shared = torch.cuda.device_count() < options.world_size
+    return Table(
+        f"world size {options.world_size}, {options.dtype}, us per op: median (quartiles) of"
+        f" {options.rounds} replays of a graph of {OPS} ops, maximum over ranks, L2 warm",
+        ("tokens", "hidden", *names),
+        tuple(lines),
+        f"The ranks share {torch.cuda.device_count()} GPU(s) {_sharing()}: figures for"
+        " regressions, not for a machine with a GPU each."
+        if shared
+        else "",
+    )
+
+
+def _sharing() -> str:
+    return "under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "in turns"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    add_number(parser, "--world-size", 2, "ranks")
+    add_dtype(parser)
+    add_numbers(parser, "--tokens", default=TOKENS, what="rows of the reduced tensor")
+    add_numbers(
+        parser,
+        "--hidden-size",
+        "--hidden",
+        "--hidden-sizes",
+        default=HIDDEN_SIZES,
+        what="hidden sizes",
+    )
+    add_number(parser, "--rounds", 15, "replays a cell", least=2)
+    add_number(parser, "--timeout", 300, "seconds for everything")
+
+
+def sizes_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """The sizes of a run: tokens and hidden size."""
+    return list(itertools.product(options.tokens, options.hidden_size))
+
+
+def run(options: argparse.Namespace, progress: str = "") -> list[Cell]:
+    """Measure every size on real ranks."""
+    # Ranks that share a GPU can't load a kernel while the kernel of another waits for them;
+    # this is for torch's own kernels.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    cells: list[Cell] = spawn(
+        rank_job,
+        options.world_size,
+        device="cuda",
+        timeout=options.timeout,
+        args=(sizes_of(options), options.dtype, options.rounds, progress),
+    )[0]
+    return cells
+
+
+def cannot() -> str:
+    """Why it can't run here."""
+    return "" if torch.cuda.device_count() else "this benchmark needs a GPU; torch sees none."
+
+
+def machine() -> str:
+    """The GPUs' name and number."""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, shared {_sharing()}"
+
+
+BENCH: Final = Bench(
+    name="kernels",
+    module="kernels",
+    summary="The GPU kernel beside unfused candidates, in CUDA graphs.",
+    add_options=add_options,
+    cells=lambda options: len(sizes_of(options)),
+    run=run,
+    table=table,
+    cannot=cannot,
+    machine=machine,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the ranks, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m fx_fusion.bench.kernels")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--hidden-sizes", type=int, nargs="+", default=HIDDEN_SIZES)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for everything")
-    parser.add_argument("--csv", type=Path, help="where to write the figures")
-    given = parser.parse_args(arguments)
-    if torch.cuda.device_count() == 0:
-        sys.stderr.write("fx_fusion.bench.kernels needs a GPU; torch sees none.\n")
-        return 1
-    # Likewise for torch's own kernels.
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    sizes = list(itertools.product(given.tokens, given.hidden_sizes))
-    cells: list[Cell] = spawn(
-        rank_job,
-        given.world_size,
-        device="cuda",
-        timeout=given.timeout,
-        args=(sizes, given.dtype, given.rounds),
-    )[0]
-    shared = torch.cuda.device_count() < given.world_size
-    mps = "under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "in turns"
-    sys.stdout.write(
-        f"world size {given.world_size}, {given.dtype}, us per op: median (quartiles) of"
-        f" {given.rounds} replays of a graph of {OPS} ops, maximum over ranks, L2 warm\n"
-    )
-    if shared:
-        sys.stdout.write(
-            f"The ranks share {torch.cuda.device_count()} GPU(s) {mps}: figures for regressions,"
-            " not for a machine with a GPU each.\n"
-        )
-    sys.stdout.write(table(cells) + "\n")
-    if given.csv is not None:
-        with given.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(Cell.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(asdict(cell) for cell in cells)
-    return 0
+    """Run the benchmark and print its table; see `--help` for the options."""
+    return common.main(BENCH, arguments)
 
 
 if __name__ == "__main__":

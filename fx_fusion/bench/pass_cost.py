@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from fx_fusion.bench import common
+from fx_fusion.bench.common import Bench, Table, add_numbers, count_cell
 from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.testing import fake_group
 
@@ -99,19 +102,69 @@ def measure(layers: int) -> tuple[float, float, int]:
         return timed.seconds, time.perf_counter() - start, timed.fused
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print a line for each number of layers."""
-    parser = argparse.ArgumentParser(prog="python -m fx_fusion.bench.pass_cost")
-    parser.add_argument("--layers", default="1,8,32,80")
-    options = parser.parse_args(argv)
-    counts = [int(count) for count in options.layers.split(",")]
+@dataclass(frozen=True)
+class Row:
+    """One number of layers: seconds of the pass and of the whole compilation, and its share."""
+
+    layers: int
+    sites: int
+    pass_seconds: float
+    compile_seconds: float
+    share: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    add_numbers(parser, "--layers", default=(1, 8, 32, 80), what="decoder layers")
+
+
+def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
+    """Compile every number of layers, in this process."""
     measure(1)  # loads what is loaded once
-    sys.stdout.write(f"{'layers':>7}{'sites':>7}{'pass s':>9}{'compile s':>11}{'share':>8}\n")
-    for layers in counts:
+    rows = []
+    for layers in options.layers:
         seconds, total, fused = measure(layers)
-        share = f"{100 * seconds / total:.2f}%"
-        sys.stdout.write(f"{layers:>7}{fused:>7}{seconds:>9.3f}{total:>11.1f}{share:>8}\n")
+        rows.append(
+            Row(layers, fused, round(seconds, 4), round(total, 2), round(seconds / total, 5))
+        )
+        count_cell(progress)
+    return rows
+
+
+def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    """One line for each number of layers."""
+    return Table(
+        f"seconds of a cold compilation of {len(options.layers)} Llama-shaped models, and of the"
+        f" pass in it, torch {torch.__version__}",
+        ("layers", "sites", "pass s", "compile s", "share"),
+        tuple(
+            (
+                str(row.layers),
+                str(row.sites),
+                f"{row.pass_seconds:.3f}",
+                f"{row.compile_seconds:.1f}",
+                f"{100 * row.share:.2f}%",
+            )
+            for row in rows
+        ),
+    )
+
+
+BENCH: Final = Bench(
+    name="pass-cost",
+    module="pass_cost",
+    summary="What the pass adds to a compilation, by the number of layers.",
+    add_options=add_options,
+    cells=lambda options: len(options.layers),
+    run=run,
+    table=table,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its table; see `--help` for the options."""
+    return common.main(BENCH, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

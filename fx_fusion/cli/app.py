@@ -30,3 +30,9 @@ def version() -> None:
     import fx_fusion
 
     typer.echo(f"fx_fusion {fx_fusion.__version__}, torch {torch.__version__}")
+
+
+# Each command is a module of its own, and needs `app`.
+from fx_fusion.cli import bench  # noqa: E402
+
+bench.register(app)

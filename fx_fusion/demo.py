@@ -186,14 +186,13 @@ def table(results: list[RankResult], options: argparse.Namespace) -> str:
         )
     ]
     for way, name in ((EAGER, "eager"), (INDUCTOR, "Inductor alone"), (FUSED, label)):
-        step = max(result.seconds[way] for result in results)
+        step = max(result.seconds.get(way, 0.0) for result in results)
         decode = max(result.decode_seconds[way] for result in results)
         differences = "  ".join(
             f"{result.differences[way]:.2e}" for result in results if way in result.differences
         )
-        rows.append(
-            (name, f"{1e3 * step:.2f} ms", f"{1e3 * decode:.2f} ms", differences or "-")
-        )
+        times = [f"{1e3 * seconds:.2f} ms" if seconds else "-" for seconds in (step, decode)]
+        rows.append((name, times[0], times[1], differences or "-"))
     lines = [f"{name:25}{step:>12}{decode:>14}    {rest}" for name, step, decode, rest in rows]
     lines.append(
         f"Median of {options.steps} steps on this machine, slowest rank; the three take turns. A"

@@ -9,10 +9,8 @@ examples/results/before_after.svg, which the README shows.
 
 from __future__ import annotations
 
-import html
 import inspect
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -22,43 +20,22 @@ import torch.distributed as dist
 from torch import fx
 
 from fx_fusion.passes.graph_pass import FusionPass
+from fx_fusion.report_svg import (
+    Box,
+    arrow_tip,
+    count_ops,
+    draw_legend,
+    draw_panel,
+    kind_of,
+    style,
+)
 from fx_fusion.testing import fake_group
 
-BOX_WIDTH: Final = 330
-BOX_HEIGHT: Final = 30
-GAP: Final = 16
-LANE: Final = 12
 PANEL_WIDTH: Final = 440
 TOP: Final = 84
 
-#: Fill and border of each kind of node.
-COLOURS: Final = {
-    "input": ("#f3f4f6", "#9ca3af"),
-    "collective": ("#fdecc8", "#c27803"),
-    "pointwise": ("#dde8fb", "#4b77c9"),
-    "fused": ("#cdeed8", "#1f8a4c"),
-}
-
-
 #: What `block_end` returns.
 RESULTS: Final = ("norm", "residual")
-
-LEGEND: Final = (
-    ("input", "input or result"),
-    ("collective", "collective"),
-    ("pointwise", "computation on one rank"),
-    ("fused", "fx_fusion's op"),
-)
-
-
-@dataclass(frozen=True)
-class Box:
-    """One node as drawn: its text, its colour and the boxes it reads."""
-
-    name: str
-    type: str
-    kind: str
-    reads: tuple[int, ...]
 
 
 def block_end(
@@ -91,7 +68,8 @@ def boxes_of(graph: fx.Graph) -> list[Box]:
             continue
         place[node] = len(boxes)
         name = next(names) if node.op == "placeholder" else label(node)
-        boxes.append(Box(name, type_of(node), kind_of(node), inputs))
+        kind = "input" if node.op == "placeholder" else kind_of(str(node.target))
+        boxes.append(Box(name, type_of(node), kind, inputs))
     return boxes
 
 
@@ -111,96 +89,25 @@ def type_of(node: fx.Node) -> str:
     return f"{short} {' x '.join(str(size) for size in value.shape)}"
 
 
-def kind_of(node: fx.Node) -> str:
-    """Which colour a node gets."""
-    target = str(node.target)
-    if node.op == "placeholder":
-        return "input"
-    if target.startswith("fx_fusion"):
-        return "fused"
-    return "collective" if "c10d" in target else "pointwise"
-
-
-def draw_panel(boxes: list[Box], left: float, title: str) -> tuple[str, float]:
-    """One column of boxes with its arrows, and the height it takes."""
-    parts = [f'<text class="title" x="{left}" y="{TOP - 22}">{html.escape(title)}</text>']
-    tops = [TOP + i * (BOX_HEIGHT + GAP) for i in range(len(boxes))]
-    taken: list[int] = []
-    for place, box in enumerate(boxes):
-        for source in sorted(box.reads, reverse=True):
-            start, end = tops[source] + BOX_HEIGHT, tops[place]
-            if source == place - 1:
-                middle = left + BOX_WIDTH / 2
-                parts.append(f'<path class="arrow" d="M{middle} {start}V{end - 2}"/>')
-                continue
-            # A detour on the right, in the first lane that is free from there on.
-            lane = next((i for i, until in enumerate(taken) if until <= source), len(taken))
-            taken[lane : lane + 1] = [place]
-            edge = left + BOX_WIDTH
-            # Arrows leave low and arrive high, so that the two do not meet.
-            out = tops[source] + BOX_HEIGHT - 7
-            into = tops[place] + 8 + 5 * sorted(box.reads, reverse=True).index(source)
-            turn = edge + 14 + LANE * lane
-            parts.append(
-                f'<path class="arrow" d="M{edge} {out}H{turn - 6}q6 0 6 6'
-                f'V{into - 6}q0 6 -6 6H{edge + 2}"/>'
-            )
-    for top, box in zip(tops, boxes, strict=True):
-        fill, border = COLOURS[box.kind]
-        middle = top + BOX_HEIGHT / 2 + 4.5
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"'
-            f' fill="{fill}" stroke="{border}"/>'
-            f'<text class="op" x="{left + 12}" y="{middle}">{html.escape(box.name)}</text>'
-            f'<text class="type" x="{left + BOX_WIDTH - 12}" y="{middle}">{box.type}</text>'
-        )
-    return "\n".join(parts), tops[-1] + BOX_HEIGHT
-
-
-def ops(boxes: list[Box]) -> str:
-    """ "12 ops", inputs not counted."""
-    count = sum(box.kind != "input" for box in boxes)
-    return f"{count} op{'s' if count != 1 else ''}"
-
-
-def draw_legend(left: float, bottom: float) -> str:
-    """What the colours mean, its last line at `bottom`."""
-    parts = []
-    for place, (kind, text) in enumerate(LEGEND):
-        fill, border = COLOURS[kind]
-        top = bottom - 24 * (len(LEGEND) - place)
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="22" height="14" rx="3" fill="{fill}"'
-            f' stroke="{border}"/><text class="op" x="{left + 32}" y="{top + 12}">'
-            f"{html.escape(text)}</text>"
-        )
-    return "\n".join(parts)
-
-
 def draw(before: list[Box], after: list[Box]) -> str:
     """The whole picture as SVG text."""
-    left, height_left = draw_panel(before, 24, f"before: {ops(before)}")
-    right, height_right = draw_panel(after, 24 + PANEL_WIDTH, f"after: {ops(after)}")
-    legend = draw_legend(24 + PANEL_WIDTH, max(height_left, height_right) + 10)
-    width, height = 2 * PANEL_WIDTH + 24, max(height_left, height_right) + 24
+    left = draw_panel(before, 24, TOP, f"before: {count_ops(before)}")
+    right = draw_panel(after, 24 + PANEL_WIDTH, TOP, f"after: {count_ops(after)}")
+    bottom = max(left.bottom, right.bottom)
+    legend = draw_legend(24 + PANEL_WIDTH, bottom + 10)
+    width, height = 2 * PANEL_WIDTH + 24, bottom + 24
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" \
 width="{width}" height="{height:g}" role="img" aria-label="The graph before and after the pass">
 <style>
-text {{ font-family: ui-sans-serif, "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2937 }}
-.head {{ font-size: 15px; font-weight: 600 }}
-.title {{ font-size: 14px; font-weight: 600 }}
-.op {{ font-size: 13px }}
-.type {{ font-size: 11.5px; text-anchor: end; fill: #4b5563 }}
-.arrow {{ fill: none; stroke: #6b7280; stroke-width: 1.3; marker-end: url(#tip) }}
+{style()}
 </style>
-<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" \
-orient="auto"><path d="M0 0L8 4L0 8z" fill="#6b7280"/></marker></defs>
+{arrow_tip("#6b7280")}
 <rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1:g}" rx="10" fill="#ffffff" \
 stroke="#d1d5db"/>
 <text class="head" x="24" y="32">The end of a Llama block on one of 8 tensor-parallel ranks, \
 as torch.compile sees it</text>
-{left}
-{right}
+{left.elements}
+{right.elements}
 {legend}
 </svg>
 """
@@ -233,7 +140,7 @@ def main() -> None:
         compiled = torch.compile(block_end, options={"post_grad_custom_post_pass": recorder})
         compiled(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
     path.write_text(draw(recorder.before, recorder.after), encoding="utf-8")
-    print(f"{path}: {ops(recorder.before)} before, {ops(recorder.after)} after")
+    print(f"{path}: {count_ops(recorder.before)} before, {count_ops(recorder.after)} after")
 
 
 if __name__ == "__main__":

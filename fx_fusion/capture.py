@@ -138,9 +138,7 @@ class _CapturingPass(FusionPass):
         del is_inference  # `kind` says more
         report = None
         if self._text != "before":
-            report = self._fused_or_restored(graph, self.kind)
-            notes = (*report.notes, *graph_pass._caching_notes())
-            report = dataclasses.replace(report, notes=notes)
+            report = self._reported(graph, self.kind)
         wanted = self._text is not None and graph is self.outermost
         text = graph_text(graph) if wanted else ""
         self.graphs.append(CapturedGraph(report, self.kind, text))

@@ -12,6 +12,7 @@ counters between a cache hit and the next of these.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -28,6 +29,8 @@ PREFIX: Final = "fx_fusion.report:"
 
 _lock = threading.RLock()
 _reports: list[FusionReport] = []
+#: What the texts of the reported graphs may take together, in bytes; the oldest go first.
+TEXT_BYTES: Final = 8 << 20
 #: How often each counter of ours had been counted when last looked at.
 _seen: dict[str, int] = {}
 
@@ -57,11 +60,25 @@ def record(report: GraphReport) -> None:
     with _lock:
         collect()
         _reports.append(FusionReport((report,)))
+        _bound_texts()
         # The id keeps the counters of two graphs with equal reports apart, so that each one's
         # cache entry brings back its own.
         key = f"{PREFIX}{uuid4().hex}:{json.dumps(report.to_dict(), sort_keys=True)}"
         inductor_counters()[key] = 1
         _seen[key] = 1
+
+
+def _bound_texts() -> None:
+    """Let go of the oldest graphs' texts where all of them take more than `TEXT_BYTES`."""
+    left = TEXT_BYTES
+    for index in range(len(_reports) - 1, -1, -1):
+        (graph,) = _reports[index].graphs
+        if graph.record is None or not graph.record.text_bytes:
+            continue
+        left -= graph.record.text_bytes
+        if left < 0:
+            record = graph.record.with_texts("", "")
+            _reports[index] = FusionReport((dataclasses.replace(graph, record=record),))
 
 
 def collect() -> None:

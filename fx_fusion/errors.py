@@ -46,6 +46,10 @@ class DataNeededError(FxFusionError, RuntimeError):
     """A call can't be followed to its end without the value of a tensor."""
 
 
+class SaveError(FxFusionError, OSError):
+    """A report can't be saved where it was asked to be."""
+
+
 class SpawnError(FxFusionError, RuntimeError):
     """A rank started by `fx_fusion.testing.spawn` failed, died or ran out of time."""
 

@@ -10,7 +10,11 @@ import enum
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from fx_fusion.record import GraphRecord
 
 Number = int | float | str | bool
 
@@ -218,11 +222,14 @@ class GraphReport:
         sites: One entry for every all_reduce, in program order.
         notes: What else the user should know, a sentence each (caching off, a user's pass
             without a uuid).
+        record: The graph's text and excerpts around its sites, for `FusionReport.save`; None
+            where the report was read back from JSON or from torch's compile cache.
     """
 
     kind: str = "inference"
     sites: tuple[SiteReport, ...] = ()
     notes: tuple[str, ...] = ()
+    record: GraphRecord | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values; `from_dict` reads them back."""
@@ -312,6 +319,27 @@ class FusionReport:
     def to_json(self) -> str:
         """`to_dict` as one line of JSON with sorted keys."""
         return json.dumps(self.to_dict(), sort_keys=True)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the report into a folder: a page for the browser, and files for programs.
+
+        `index.html` opens from disk and loads nothing else; `report.json` is `to_json()`;
+        `before.txt` and `after.txt` are the graphs' text; `repro.py` builds each distinct
+        site with the recorded shapes under a fake group, and explains it.
+
+        Args:
+            folder: Made if it doesn't exist.
+            overwrite: Write into a folder that holds other files too.
+
+        Returns:
+            The path of index.html.
+
+        Raises:
+            SaveError: The folder holds files and `overwrite` is False, or it can't be written.
+        """
+        from fx_fusion.report_files import save_report
+
+        return save_report(self, Path(folder), overwrite=overwrite)
 
     def __str__(self) -> str:
         """The report as text: the answer first, then a block a site."""

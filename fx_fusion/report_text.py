@@ -53,7 +53,7 @@ def report_as_text(report: FusionReport) -> str:
         for group in groups:
             number += 1
             lines += _site_lines(number, group)
-    closing = [*_gradients(report), *(("note: ", note) for note in report.notes)]
+    closing = [*gradients(report), *(("note: ", note) for note in report.notes)]
     if closing:
         lines.append("")
     for label, text in closing:
@@ -80,7 +80,7 @@ def site_groups(graph: GraphReport) -> list[SiteGroup]:
     members: dict[str, list[SiteReport]] = {}
     for site in graph.sites:
         if not site.is_gradient:
-            members.setdefault(_outcome(site), []).append(site)
+            members.setdefault(outcome_key(site), []).append(site)
     return [
         SiteGroup(
             sites[0],
@@ -91,7 +91,7 @@ def site_groups(graph: GraphReport) -> list[SiteGroup]:
     ]
 
 
-def _outcome(site: SiteReport) -> str:
+def outcome_key(site: SiteReport) -> str:
     """What must be equal for sites to be shown as one: all but the module.
 
     Among the numbers are names of nodes ("add_7"), which differ though nothing else does.
@@ -106,18 +106,19 @@ def _outcome(site: SiteReport) -> str:
 def _site_lines(number: int, group: SiteGroup) -> Iterator[str]:
     times = f" {group.count} times" if group.count > 1 else ""
     where = group.site.source or "somewhere in the graph"
-    yield f"{number}. {_decision(group.site)}{times}: {where}"
-    for label, text in _details(group):
+    yield f"{number}. {decision(group.site)}{times}: {where}"
+    for label, text in details(group):
         yield from _wrapped(f"   {label}".ljust(_INDENT), text)
 
 
-def _decision(site: SiteReport) -> str:
+def decision(site: SiteReport) -> str:
+    """ "fused", "rewritten" (fused, but run by the unfused path) or "not fused"."""
     if not site.fused:
         return "not fused"
     return "rewritten" if site.kernel == "unfused" else "fused"
 
 
-def _details(group: SiteGroup) -> Iterator[tuple[str, str]]:
+def details(group: SiteGroup) -> Iterator[tuple[str, str]]:
     """What there is to say about a site, label by label."""
     site = group.site
     if group.modules:
@@ -159,7 +160,8 @@ def _reason(site: SiteReport) -> str:
     return f"{site.reason.value} ({numbers})" if numbers else site.reason.value
 
 
-def _gradients(report: FusionReport) -> Iterator[tuple[str, str]]:
+def gradients(report: FusionReport) -> Iterator[tuple[str, str]]:
+    """What there is to say about the all_reduces of gradients, label and text."""
     count = sum(site.is_gradient for site in report.sites)
     if count:
         few = (
@@ -200,17 +202,17 @@ def report_as_html(report: FusionReport) -> str:
         head = _row(map(escape, titles), "th")
         body = "".join(_row(_cells(*row), "td") for row in rows)
         parts.append(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>")
-    closing = [*_gradients(report), *(("note: ", note) for note in report.notes)]
+    closing = [*gradients(report), *(("note: ", note) for note in report.notes)]
     parts += [f"<p>{escape(label + text)}</p>" for label, text in closing]
     return f'<div class="fx-fusion-report">{"".join(parts)}</div>'
 
 
 def _cells(index: str, kind: str, group: SiteGroup) -> Iterator[str]:
     yield escape(f"{index} ({kind})")
-    yield escape(_decision(group.site))
+    yield escape(decision(group.site))
     yield str(group.count)
     yield escape(group.site.source)
-    yield "<br>".join(f"{escape(label)}: {escape(text)}" for label, text in _details(group))
+    yield "<br>".join(f"{escape(label)}: {escape(text)}" for label, text in details(group))
 
 
 def _row(cells: Iterable[str], tag: str) -> str:

@@ -20,9 +20,11 @@ from torch import fx
 import fx_fusion
 import fx_fusion.lowering.ops
 from fx_fusion import compat, compiled, switch
+from fx_fusion.graph_text import graph_text
 from fx_fusion.passes import pipeline
 from fx_fusion.passes.registry import registry_key
 from fx_fusion.passes.undo import Snapshot
+from fx_fusion.record import GraphRecord
 from fx_fusion.report import GraphReport, Reason, SiteReport
 from fx_fusion.settings import FusionSettings
 
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 #: Modules outside passes/ and lowering/ that steer what the pass does or what it reports.
 _STEERING: Final = ("compat", "report", "settings", "switch")
 
+_NO_TEXT: Final = "fx_fusion can't write a graph as text; please report this"
 _NO_TRACE: Final = "fx_fusion can't write its trace; please report this"
 
 
@@ -52,13 +55,11 @@ class FusionPass(compat.InferenceAwarePass):
             graph: A post-grad graph.
             is_inference: Whether no backward graph belongs to it; None if unknown (torch 2.11).
         """
-        before = _traced_text(graph)
-        report = self._fused_or_restored(graph, compat.graph_kind(is_inference))
-        report = dataclasses.replace(report, notes=(*report.notes, *_caching_notes()))
+        report = self._reported(graph, compat.graph_kind(is_inference))
         compiled.record(report)
         _log(report)
-        if before is not None:
-            _trace(report, before, graph)
+        if compat.is_tracing():
+            _trace(report)
 
     def uuid(self) -> str:
         """The pass' part of the compile-cache key: a digest of `key()`.
@@ -97,6 +98,14 @@ class FusionPass(compat.InferenceAwarePass):
     def __repr__(self) -> str:
         """The pass with its settings."""
         return f"FusionPass({self.settings})"
+
+    def _reported(self, graph: fx.Graph, kind: str | None) -> GraphReport:
+        """Fuse in place; the report, with the graph's text as it was and as it is."""
+        before = _text(graph)
+        report = self._fused_or_restored(graph, kind)
+        record = (report.record or GraphRecord()).with_texts(before, _text(graph))
+        notes = (*report.notes, *_caching_notes())
+        return dataclasses.replace(report, notes=notes, record=record)
 
     def _fused_or_restored(self, graph: fx.Graph, kind: str | None) -> GraphReport:
         """Fuse; if that fails, put the graph back and say so. A fault of ours must not become
@@ -172,25 +181,22 @@ def _log(report: GraphReport) -> None:
     log.info("%s", compiled.summary(report))
 
 
-def _traced_text(graph: fx.Graph) -> str | None:
-    """The graph as text for the structured trace; None where none is written."""
-    if not compat.is_tracing():
-        return None
-    from fx_fusion.graph_text import graph_text
-
+def _text(graph: fx.Graph) -> str:
+    """The graph as text, "" if it can't be written."""
     try:
         return graph_text(graph)
-    except Exception:  # writing a trace must not become the user's compile error
-        log.warning(_NO_TRACE, exc_info=True)
-        return None
+    except Exception:  # a text for people must not become the user's compile error
+        log.warning(_NO_TEXT, exc_info=True)
+        return ""
 
 
-def _trace(report: GraphReport, before: str, graph: fx.Graph) -> None:
+def _trace(report: GraphReport) -> None:
     """Add the report and both graphs to the structured trace."""
     from fx_fusion import trace
 
+    assert report.record is not None
     try:
-        trace.emit(report, before, _traced_text(graph) or "")
+        trace.emit(report, report.record.before, report.record.after)
     except Exception:
         log.warning(_NO_TRACE, exc_info=True)
 

@@ -6,23 +6,30 @@ This is the whole pass without Inductor around it; `graph_pass` puts it in Induc
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from torch import fx
 
 from fx_fusion import compat
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.passes import nodes
+from fx_fusion.passes.excerpt import excerpt_after, excerpt_before
 from fx_fusion.passes.find_norms import find_norms
 from fx_fusion.passes.find_sites import Site, find_sites
 from fx_fusion.passes.judge import Decision, Facts, judge
 from fx_fusion.passes.merge import Origin, merge_summed
 from fx_fusion.passes.norm import Norm
 from fx_fusion.passes.order import descendants, mutations_of
+from fx_fusion.passes.outputs import chain_nodes, output_nodes, wanted_outputs
 from fx_fusion.passes.rewrite import Rewriter
 from fx_fusion.passes.source import module_of, source_of
+from fx_fusion.record import GraphRecord, SiteRecord
 from fx_fusion.report import GraphReport, Reason, SiteReport
+from fx_fusion.report_text import outcome_key
 from fx_fusion.settings import FusionSettings
 from fx_fusion.switch import is_disabled
+
+log = logging.getLogger(__name__)
 
 
 def fuse_graph(
@@ -48,6 +55,8 @@ def fuse_graph(
     facts = _facts(graph, kind, disabled) if sites else None
     rewriter = Rewriter(graph, settings)
     reports: dict[fx.Node, SiteReport] = {}
+    records: dict[fx.Node, SiteRecord | None] = {}
+    alike: dict[str, SiteRecord | None] = {}
     for found in sites:
         assert facts is not None
         described = _description(found)  # before the rewrite erases what it reads
@@ -56,11 +65,19 @@ def fuse_graph(
             decision = Decision(reason=Reason.NORM_TAKEN, numbers={"norm": site.norm.formula()})
         else:
             decision = judge(site, facts, settings)
+        key = _likeness(described, decision, site)
+        if first := key not in alike:
+            alike[key] = _record(found, settings)
         outputs: tuple[str, ...] = ()
         if decision.plan is not None:
             outputs = rewriter.rewrite(site, decision)
+            if first:
+                alike[key] = _with_result(alike[key], rewriter.fused[-1])
         reports[found.all_reduce] = _decided(described, decision, outputs)
-    return GraphReport(kind=kind, sites=_in_order(sites, reports, merged))
+        records[found.all_reduce] = alike[key]
+    ordered = _in_order(sites, reports, merged)
+    kept = GraphRecord(_records_in_order(sites, records, merged), _chosen(settings))
+    return GraphReport(kind=kind, sites=ordered, record=kept)
 
 
 def graph_kind(graph: fx.Graph) -> str:
@@ -123,6 +140,60 @@ def _description(site: Site) -> SiteReport:
         norm=_formula(site.norm),
         steps=tuple(steps),
     )
+
+
+def _likeness(report: SiteReport, decision: Decision, site: Site) -> str:
+    """What must be equal for two sites to share a record: all that is reported but the module."""
+    outputs: frozenset[str] = frozenset()
+    if decision.plan is not None:
+        outputs = wanted_outputs(chain_nodes(site), output_nodes(site))
+    return outcome_key(_decided(report, decision, tuple(sorted(outputs))))
+
+
+def _record(site: Site, settings: FusionSettings) -> SiteRecord | None:
+    """What the graph looks like around a site, for pictures; these must not cost a fusion."""
+    try:
+        before = excerpt_before(site)
+    except Exception:
+        log.debug("no excerpt of the graph around %s", site.all_reduce, exc_info=True)
+        return None
+    value = nodes.tensor(site.reduced)
+    if settings.target is not None:
+        return SiteRecord(before, arch=settings.target.arch)
+    return SiteRecord(before, arch="" if value is None else device_arch(value.device))
+
+
+def _with_result(record: SiteRecord | None, fused: fx.Node) -> SiteRecord | None:
+    if record is None:
+        return None
+    try:
+        return dataclasses.replace(record, after=excerpt_after(fused))
+    except Exception:
+        log.debug("no excerpt of the graph around %s", fused, exc_info=True)
+        return record
+
+
+def _chosen(settings: FusionSettings) -> dict[str, str | bool]:
+    """The settings that differ from their defaults; the target is kept with each site."""
+    return {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if field.name != "target" and getattr(settings, field.name) != field.default
+    }
+
+
+def _records_in_order(
+    sites: list[Site],
+    records: dict[fx.Node, SiteRecord | None],
+    merged: dict[fx.Node, tuple[Origin, ...]],
+) -> tuple[SiteRecord | None, ...]:
+    """One record for each report of `_in_order`."""
+    ordered: list[SiteRecord | None] = []
+    for site in sites:
+        record = records[site.all_reduce]
+        times = 1 + len(merged.get(site.all_reduce, ()))
+        ordered += [record] * times
+    return tuple(ordered)
 
 
 def _formula(norm: Norm | None) -> str:

@@ -64,12 +64,14 @@ class Rewriter:
         settings: The options.
         replaced: For each node that was replaced, what stands for it now.
         erased: The nodes that are gone.
+        fused: The calls of the fused op so far, in the order they were made.
     """
 
     graph: fx.Graph
     settings: FusionSettings
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     erased: set[fx.Node] = field(default_factory=set)
+    fused: list[fx.Node] = field(default_factory=list)
     _moved: dict[tuple[fx.Node, torch.device], fx.Node] = field(default_factory=dict)
     _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
 
@@ -92,6 +94,7 @@ class Rewriter:
         last = max([x, _known(site.reduced), *self._inputs(site)])
         with self.graph.inserting_after(last):
             fused = self._call(site, decision, x, wanted)
+        self.fused.append(fused)
         results = self._results(fused, wanted)
         for node, name in roots.items():
             if name in results:

@@ -49,6 +49,8 @@ _LAYER_NORMS: Final = frozenset(
         aten.var.correction,
     }
 )
+#: What a norm begins with, whichever it is.
+NORM_STEPS: Final = _LAYER_NORMS | {aten.mean.dim, aten._fused_rms_norm.default}
 _ROOTS: Final = frozenset({aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar})
 #: Ops other than pointwise ones that a probe looks through.
 _LOOK_THROUGH: Final = frozenset(
@@ -243,7 +245,7 @@ def probe(start: fx.Node, hidden_states: Collection[fx.Node]) -> str:
         looked += 1
         if node in hidden_states:
             return "rms_norm"
-        if not _look_through(node):
+        if not looks_through(node):
             continue
         for user in nodes.users_in_order(node):
             if user in seen:
@@ -256,7 +258,8 @@ def probe(start: fx.Node, hidden_states: Collection[fx.Node]) -> str:
     return end
 
 
-def _look_through(node: fx.Node) -> bool:
+def looks_through(node: fx.Node) -> bool:
+    """True for an op that a norm may stand behind: pointwise, a view, a part of a tensor."""
     if nodes.is_op(node, nodes.VIEWS | nodes.IDENTITIES | nodes.CASTS | _LOOK_THROUGH):
         return True
     target = node.target

@@ -29,7 +29,13 @@ LEAVES = frozenset(
         "compiled",
         "errors",
         "graph_text",
+        "record",
         "report",
+        "report_files",
+        "report_page",
+        "report_repro",
+        "report_style",
+        "report_svg",
         "report_text",
         "settings",
         "switch",
@@ -39,7 +45,10 @@ LEAVES = frozenset(
 #: These need the standard library alone, so that a report can be read without torch.
 TORCH_FREE = frozenset(
     f"fx_fusion{name}"
-    for name in ("", ".passes", ".lowering", ".errors", ".report", ".report_text", ".settings")
+    for name in (
+        *("", ".passes", ".lowering", ".errors", ".settings"),
+        *(".report", ".report_files", ".report_text"),
+    )
 )
 #: What may be known of the hardware side elsewhere: the op, the decision, the norm as data, the
 #: name of a device's architecture, and how Inductor is told of the op. Never a kernel, never a

@@ -30,6 +30,8 @@ else:
         InferenceAwarePass = CustomGraphPass
 
 __all__ = [
+    "NEWEST",
+    "OLDEST",
     "POST_PASS",
     "RUN_PASSES",
     "CustomGraphPass",
@@ -56,6 +58,10 @@ __all__ = [
     "runs_post_grad_passes",
     "versions",
 ]
+
+#: The releases of torch this package knows: from the first on, up to the last.
+OLDEST: Final = (2, 11)
+NEWEST: Final = (2, 15)
 
 #: Inductor's config slot for custom passes over the post-grad graph, after its own.
 POST_PASS: Final = "post_grad_custom_post_pass"

@@ -51,11 +51,11 @@ TORCH_FREE = frozenset(
     )
 )
 #: What may be known of the hardware side elsewhere: the op, the decision, the norm as data, the
-#: name of a device's architecture, and how Inductor is told of the op. Never a kernel, never a
-#: workspace.
+#: name of a device's architecture, what kernels need of a machine, and how Inductor is told of the
+#: op. Never a kernel, never a workspace.
 DOORS = frozenset(
     f"fx_fusion.lowering{name}"
-    for name in ("", ".arch", ".inductor", ".norm_form", ".ops", ".select")
+    for name in ("", ".arch", ".inductor", ".norm_form", ".ops", ".select", ".toolchain")
 )
 
 MAX_LINES = 400

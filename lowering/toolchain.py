@@ -1,0 +1,40 @@
+"""What the kernels need of a machine, as facts for `fx-fusion doctor`; nothing here raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fx_fusion.lowering import cpu_build, gpu_build
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something a kernel needs: what was found, or why it wasn't (`cause`, "" if it was)."""
+
+    what: str = ""
+    cause: str = ""
+
+
+def cpu_compiler() -> str:
+    """The C++ compiler that Inductor and the CPU kernel are built with, "" if there is none."""
+    return cpu_build.compiler()
+
+
+def cpu_kernel() -> Found:
+    """The CPU kernel: its instruction set and file name. Compiles it if it isn't cached."""
+    build = cpu_build.cpu_library()
+    return Found(f"{build.isa}, {build.name}" if not build.cause else "", build.cause)
+
+
+def nvrtc() -> Found:
+    """The run-time compiler of CUDA, which the GPU kernel is built with: its version."""
+    try:
+        return Found(gpu_build.nvrtc_version())
+    except (gpu_build.BuildError, OSError, AttributeError) as error:
+        return Found(cause=str(error))
+
+
+def kernel_cache() -> Path:
+    """The folder in which compiled kernels are kept; it may not exist yet."""
+    return cpu_build.cache_folder()

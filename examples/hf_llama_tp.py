@@ -1,28 +1,36 @@
 """A Hugging Face model, tensor-parallel by transformers' own plan, compiled with fx_fusion.
 
-    torchrun --nproc-per-node 2 examples/hf_llama_tp.py                     # a tiny random Llama
+    python examples/hf_llama_tp.py                                 # a tiny random Llama
     torchrun --nproc-per-node 8 examples/hf_llama_tp.py --model /path/to/model --dtype bfloat16
 
-Prints the fusion report on rank 0. On GPUs it needs one for each rank.
+Prints the fusion report on rank 0. transformers gives each rank a GPU where there are GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from launch import compare, fused_report, run
 from transformers import DistributedConfig
 
-import fx_fusion
+
+def options() -> argparse.Namespace:
+    """The command's options; every rank reads them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="a local model directory; default: a tiny random Llama")
+    parser.add_argument("--dtype", default="float32", help="a torch dtype")
+    return parser.parse_args()
 
 
 def save_tiny_llama(directory: str) -> None:
-    """Save a small Llama with random weights, the same in every process."""
+    """Save a small Llama with random weights; on rank 0 alone."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=256,
@@ -35,36 +43,34 @@ def save_tiny_llama(directory: str) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def main() -> None:
-    """Load this rank's shard, run one compiled step, print what was fused."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a local model directory; default: a tiny random Llama")
-    parser.add_argument("--dtype", default="float32", help="a torch dtype")
-    options = parser.parse_args()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size < 2:
-        parser.error("start it with torchrun --nproc-per-node N, N at least 2.")
-
+@torch.no_grad()
+def example(device: torch.device) -> str:
+    """Load this rank's shard, run one compiled step, compare with eager."""
+    chosen = options()
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # transformers takes the device from here
     with tempfile.TemporaryDirectory() as directory:
-        if options.model is None:
-            # Before the process group exists: afterwards only rank 0 would save.
+        names = [chosen.model or directory]
+        if chosen.model is None and dist.get_rank() == 0:
             save_tiny_llama(directory)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model or directory,
-            dtype=getattr(torch, options.dtype),
-            distributed_config=DistributedConfig(tp_size=world_size, tp_plan="auto"),
+        dist.broadcast_object_list(names)  # rank 0's folder, and only once it is filled
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            names[0],
+            dtype=getattr(torch, chosen.dtype),
+            distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"),
         ).eval()
-
+        dist.barrier()  # until all ranks have read it
     compiled: Any = torch.compile(model, backend="fx_fusion")
     ids = torch.arange(32, device=model.device).reshape(1, 32)
-    with torch.no_grad():
-        difference = (compiled(ids).logits - model(ids).logits).abs().max()
-    if dist.get_rank() == 0:
-        for report in fx_fusion.reports():
-            print(report)
-        print(f"largest difference from eager: {difference:.2e}")
-    dist.destroy_process_group()
+    difference = compare(compiled(ids).logits, model(ids).logits)
+    return f"{fused_report(1)}\n{difference}"
+
+
+def main() -> int:
+    """Run the example on every rank."""
+    options()  # a mistake in the command is better met here than on every rank
+    return run(example)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

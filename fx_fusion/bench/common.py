@@ -58,7 +58,7 @@ class Bench:
         run: Measures and returns the rows, dataclasses. Its second argument is a file to which
             each cell that is done adds a byte (`count_cell`), "" for none.
         table: The table of the rows.
-        cannot: Why it can't run here, "" if it can.
+        cannot: Why it can't run here, or with these options, "" if it can.
         machine: What it runs on; "" takes the processor's name.
     """
 
@@ -69,7 +69,7 @@ class Bench:
     cells: Callable[[argparse.Namespace], int]
     run: Callable[[argparse.Namespace, str], list[Any]]
     table: Callable[[Sequence[Any], argparse.Namespace], Table]
-    cannot: Callable[[], str] = lambda: ""
+    cannot: Callable[[argparse.Namespace], str] = lambda _: ""
     machine: Callable[[], str] = lambda: ""
 
 
@@ -162,7 +162,7 @@ def problem(bench: Bench, options: argparse.Namespace) -> str:
             return (
                 f"--csv {options.csv}: not a file in a folder that exists and can be written."
             )
-    return bench.cannot()
+    return bench.cannot(options)
 
 
 def count_cell(progress: str) -> None:

@@ -36,7 +36,7 @@ from fx_fusion.bench.common import (
     count_cell,
 )
 from fx_fusion.bench.cpu import keep_freed_memory, threads_a_rank
-from fx_fusion.demo_rank import VOCABULARY, Job, load_shard, logits_of, save_model
+from fx_fusion.demo_rank import HEAD_SIZE, VOCABULARY, Job, load_shard, logits_of, save_model
 from fx_fusion.report import FusionReport
 from fx_fusion.testing import spawn
 
@@ -66,7 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--world-size", 2, "ranks")
     add_dtype(parser)
     add_number(parser, "--layers", 4, "decoder layers")
-    add_number(parser, "--hidden-size", 2048, "hidden size, a multiple of 64")
+    add_number(
+        parser, "--hidden-size", 2048, f"hidden size, a multiple of {HEAD_SIZE} times the ranks"
+    )
     add_numbers(parser, "--tokens", default=(1, 8, 64), what="sequences that get a token")
     add_number(parser, "--rounds", 40, "timed steps")
 
@@ -184,10 +186,15 @@ def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     )
 
 
-def cannot() -> str:
-    """Why it can't run here."""
+def cannot(options: argparse.Namespace) -> str:
+    """Why it can't run here, or with these options."""
     if importlib.util.find_spec("transformers") is None:
         return 'the model is transformers\'s: pip install "fx-fusion[hf]"'
+    if options.hidden_size % (HEAD_SIZE * options.world_size):
+        return (
+            f"--hidden-size {options.hidden_size} must be a multiple of {HEAD_SIZE} (the head"
+            f" size) times the {options.world_size} ranks."
+        )
     return ""
 
 

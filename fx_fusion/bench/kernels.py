@@ -308,7 +308,7 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Cell]:
     return cells
 
 
-def cannot() -> str:
+def cannot(_: argparse.Namespace) -> str:
     """Why it can't run here."""
     return "" if torch.cuda.device_count() else "this benchmark needs a GPU; torch sees none."
 

@@ -10,9 +10,11 @@ its share has to stay below one percent and its time linear in the layers.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -98,8 +100,21 @@ def measure(layers: int) -> tuple[float, float, int]:
         compiled = torch.compile(model, options={"post_grad_custom_post_pass": timed})
         inputs = [torch.randn(1, 8, n, dtype=torch.bfloat16) for n in (HIDDEN, 64, 64)]
         start = time.perf_counter()
-        compiled(*inputs)
+        with _no_word_on_the_path():
+            compiled(*inputs)
         return timed.seconds, time.perf_counter() - start, timed.fused
+
+
+@contextlib.contextmanager
+def _no_word_on_the_path() -> Iterator[None]:
+    """Don't let the op warn that a fake group can't run the kernel: only compiling is timed."""
+    log = logging.getLogger("fx_fusion.lowering")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def test_what_cannot_be_run_says_why_on_stderr_before_anything_is_measured(
         (["cpu", "--tokens", "1,many"], "'1,many' is not a list of whole numbers"),
         (["cpu", "--rounds", "1"], "'1' is not a whole number from 2 on"),
         (["cpu", "--csv", str(tmp_path / "missing" / "a.csv")], "a folder that exists"),
+        (["cpu-step", "--hidden-size", "100"], "must be a multiple of"),
         (["cpu", "--colour"], "unrecognized arguments: --colour"),
     ]
     if torch.cuda.device_count() == 0:
@@ -67,7 +68,8 @@ def test_what_cannot_be_run_says_why_on_stderr_before_anything_is_measured(
 
 def test_a_table_is_readable_when_piped(monkeypatch: pytest.MonkeyPatch) -> None:
     step = cpu_step.BENCH.__class__(
-        **vars(cpu_step.BENCH) | {"run": lambda options, progress: [STEP], "cannot": lambda: ""}
+        **vars(cpu_step.BENCH)
+        | {"run": lambda options, progress: [STEP], "cannot": lambda _: ""}
     )
     monkeypatch.setattr(cpu_step, "BENCH", step)
     done = RUNNER.invoke(app, ["bench", "cpu-step", "--tokens", "8"])

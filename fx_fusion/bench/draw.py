@@ -51,7 +51,9 @@ def draw(picture: Picture) -> Figure:
         _axes(above, below, picture, panel, first=column == 0)
     highest = max(y for panel in picture.panels for line in panel.ratios for y in line.y)
     axes[1][0].set_ylim(0, 1.3 * highest)  # room for the figures above the points
-    _below(figure, axes[0][0], textwrap.wrap(picture.caption, int(width * 15)))
+    banded = any(line.low for panel in picture.panels for line in panel.times)
+    caption = picture.caption + (". Bands: quartiles of the rounds" if banded else "")
+    _below(figure, axes[0][0], textwrap.wrap(caption, int(width * 15)))
     return figure
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from graph_support import compile_every_graph_again
 from random_graphs import generate
 from random_ops import names
 from random_programs import Program
@@ -81,9 +80,8 @@ def run_on_two_ranks(
     seeds: Sequence[int], *, compiled: bool = False, timeout: float = 300.0
 ) -> Batch:
     """Run the programs of these seeds on two processes and collect what they say."""
-    with tempfile.TemporaryDirectory(prefix="random_graphs_") as cache:
-        job = compiled_job if compiled else graph_job
-        ranks = spawn(job, 2, timeout=timeout, args=(list(seeds), cache))
+    job = compiled_job if compiled else graph_job
+    ranks = spawn(job, 2, timeout=timeout, args=(list(seeds),))
     batch = Batch()
     tags: dict[str, list[int]] = {}
     for seed in seeds:
@@ -141,7 +139,7 @@ def _went_on(said: Said) -> bool:
     return not any("imed out" in line or "onnection closed" in line for line in said[0])
 
 
-def graph_job(rank: int, world_size: int, seeds: list[int], cache: str) -> dict[int, Said]:
+def graph_job(rank: int, world_size: int, seeds: list[int]) -> dict[int, Said]:
     """Run by each rank: check the graph of every program."""
     said: dict[int, Said] = {}
     with ready(rank) as groups:
@@ -152,9 +150,9 @@ def graph_job(rank: int, world_size: int, seeds: list[int], cache: str) -> dict[
     return said
 
 
-def compiled_job(rank: int, world_size: int, seeds: list[int], cache: str) -> dict[int, Said]:
+def compiled_job(rank: int, world_size: int, seeds: list[int]) -> dict[int, Said]:
     """Run by each rank: compile every program and compare it with eager."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    compile_every_graph_again()
     said: dict[int, Said] = {}
     with ready(rank) as groups, _eager_roundings():
         for seed in seeds:
@@ -183,7 +181,7 @@ def _compiled_outcome(program: Program, seed: int, rank: int, groups: Groups) ->
     try:
         torch.compiler.reset()
         fx_fusion.clear_reports()
-        options = fx_fusion.inductor_options()
+        options = fx_fusion.inductor_options(kernel="unfused")
         compiled = torch.compile(function, options=options, fullgraph=True)
         for more_tokens in calls:
             inputs = program.tensors(seed, rank, more_tokens)

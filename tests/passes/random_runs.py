@@ -30,6 +30,8 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from fx_fusion.lowering.agreement import agree_on_plan
+from fx_fusion.lowering.select import digest_of
 from fx_fusion.passes import pipeline
 from fx_fusion.report import GraphReport
 from fx_fusion.settings import FusionSettings
@@ -83,6 +85,11 @@ def make_groups(rank: int) -> Groups:
     if dist.get_backend() == "gloo":
         cast(Any, distributed_c10d)._set_pg_timeout(limit, world)
     one = cast(Any, ones[rank])
+    if dist.get_backend() == "gloo":
+        # the one exchange of a group's life, here, so that it is counted for no program
+        unfused = digest_of(FusionSettings(kernel="unfused"))
+        for group in (world, pair):
+            agree_on_plan(cast(dist.ProcessGroup, group), unfused)
     return Groups(world.group_name, cast(Any, pair).group_name, one.group_name)
 
 
@@ -191,7 +198,9 @@ def check(program: Program, seed: int, rank: int, groups: Groups) -> Outcome:
         return outcome
     try:
         after = copy.deepcopy(before)
-        settings = FusionSettings.from_dict(program.settings)
+        # The unfused path gives eager's bits and starts eager's collectives, so that what is
+        # compared here is the rewriting alone.
+        settings = FusionSettings.from_dict({"kernel": "unfused", **program.settings})
         guards = _guards(after.graph)
         with disable(program.disabled):
             outcome.report = pipeline.fuse_graph(after.graph, settings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 from case_runs import Outcome, run_cases
 from case_support import CASES
@@ -23,11 +21,10 @@ def names(world_size: int) -> tuple[str, ...]:
 def outcomes() -> dict[str, list[Outcome]]:
     """What became of each case, by name, on each rank."""
     found: dict[str, list[Outcome]] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        for world_size in WORLDS:
-            arguments = (names(world_size), DYNAMIC if world_size == 2 else (), cache)
-            ranks = spawn(run_cases, world_size, timeout=540, args=arguments)
-            found.update({name: [rank[name] for rank in ranks] for name in ranks[0]})
+    for world_size in WORLDS:
+        arguments = (names(world_size), DYNAMIC if world_size == 2 else ())
+        ranks = spawn(run_cases, world_size, timeout=540, args=arguments)
+        found.update({name: [rank[name] for rank in ranks] for name in ranks[0]})
     return found
 
 

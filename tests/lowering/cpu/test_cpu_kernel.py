@@ -23,7 +23,9 @@ def test_every_output_keeps_the_contract(world_size: int) -> None:
         assert found == []
 
 
-def test_ranks_runs_and_threads_give_the_same_bits() -> None:
+def test_ranks_runs_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # more threads than cores: they mustn't spin while they wait
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     first = spawn(ranks.run_digest, 3, args=(1,), timeout=200)
     second = spawn(ranks.run_digest, 3, args=(2,), timeout=200)
     assert first[0] == first[1] == first[2]

@@ -27,6 +27,9 @@ NOT_REPRODUCED: Final[Mapping[Reason, str]] = {
     Reason.INTERNAL_ERROR: "it came from the whole graph; its traceback is in the log",
 }
 
+#: Ops that torch and fx_fusion bring along.
+_KNOWN_OPS: Final = ("aten.", "prims.", "_c10d_functional.", "fx_fusion.")
+
 
 @dataclass(frozen=True)
 class DistinctSite:
@@ -105,9 +108,11 @@ def repro_text(report: FusionReport) -> str:
 def _missing(distinct: DistinctSite) -> str:
     if distinct.record is None:
         return "the report was read from JSON or from torch's cache; explain the model anew"
-    unwritten = [line.op for line in distinct.record.before.lines if not line.code]
-    if unwritten:
-        return f"{unwritten[0]} can't be written as a call"
+    for line in distinct.record.before.lines:
+        if not line.code:
+            return f"{line.op} can't be written as a call"
+        if not line.op.startswith(_KNOWN_OPS) and "getitem" not in line.op:
+            return f"{line.op} is another library's op, which this file doesn't import"
     if distinct.site.world_size is None and distinct.site.reason is not Reason.GROUP_UNKNOWN:
         return "the number of ranks is unknown"
     return ""

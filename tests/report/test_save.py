@@ -104,6 +104,40 @@ def test_a_group_of_one_and_a_switched_off_pass_are_reproduced(
     assert capsys.readouterr().out.count("the same here") == 2
 
 
+def test_settings_and_target_are_those_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def block(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return norm(residual + all_reduce(x) + all_reduce(x * 2))
+
+    x = torch.empty(4, HIDDEN, dtype=torch.bfloat16)
+    target = fx_fusion.Target(arch="sm_90")
+    with fake_group(8):
+        report = fx_fusion.explain(block, merge_all_reduces=True, target=target)(x, x)
+    assert report.fused_count > 0
+    path = report.save(tmp_path / "report").parent / "repro.py"
+    text = path.read_text(encoding="utf-8")
+    assert "merge_all_reduces=True, target=fx_fusion.Target(arch='sm_90')" in text
+    assert runpy.run_path(str(path))["main"]() == 0
+    assert "the same here" in capsys.readouterr().out
+
+
+def test_a_site_with_another_library_s_op_is_left_out_of_repro(report: FusionReport) -> None:
+    (graph,) = report.graphs
+    assert graph.record is not None
+    record = graph.record.sites[0]
+    assert record is not None
+    line = dataclasses.replace(record.before.lines[-1], op="somelib.norm.default")
+    before = dataclasses.replace(record.before, lines=(*record.before.lines[:-1], line))
+    changed = dataclasses.replace(
+        graph.record, sites=(dataclasses.replace(record, before=before),)
+    )
+    alone = GraphReport(graph.kind, graph.sites[:1], record=changed)
+    text = repro_text(FusionReport((alone,)))
+    assert "site 1: somelib.norm.default is another library's op" in text
+    assert "def site_1" not in text
+
+
 def test_a_report_without_graphs_says_what_is_missing(
     report: FusionReport, tmp_path: Path
 ) -> None:

@@ -208,7 +208,11 @@ def _needs_data(error: BaseException) -> bool:
     chain = list(_causes(error))
     if any(isinstance(link, kinds) for link in chain):
         return True
-    return any(word in str(link) for link in chain for word in _DATA_WORDS)
+    # Dynamo's own wrappers print fake tensors whatever the cause was.
+    own = [
+        link for link in chain if not isinstance(link, torch._dynamo.exc.TorchDynamoException)
+    ]
+    return any(word in str(link) for link in own for word in _DATA_WORDS)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

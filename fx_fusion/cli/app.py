@@ -33,8 +33,10 @@ def version() -> None:
 
 
 # Each command is a module of its own, and needs `app`.
-from fx_fusion.cli import bench, doctor, plot  # noqa: E402
+from fx_fusion.cli import bench, doctor, explain, plot, snapshot  # noqa: E402
 
 bench.register(app)
 plot.register(app)
 doctor.register(app)
+explain.register(app)
+snapshot.register(app)

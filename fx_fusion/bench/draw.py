@@ -54,7 +54,20 @@ def draw(picture: Picture) -> Figure:
     banded = any(line.low for panel in picture.panels for line in panel.times)
     caption = picture.caption + (". Bands: quartiles of the rounds" if banded else "")
     _below(figure, axes[0][0], textwrap.wrap(caption, int(width * 15)))
+    _settle(figure)
     return figure
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the panels out once and for all, on round numbers.
+
+    The solver's last bits differ from run to run, and from them a file's bytes would.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = (round(float(v), 4) for v in axes.get_position().bounds)
+        axes.set_position((left, bottom, width, height))
 
 
 def _below(figure: Figure, axes: Any, caption: Sequence[str]) -> None:

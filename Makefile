@@ -24,7 +24,7 @@ demo: $(VENV)/stamp-test ## Fuse a small tensor-parallel Llama and compare it wi
 	$(VENV)/bin/python -m fx_fusion.demo $(ARGS)
 
 test: $(VENV)/stamp-test ## Run the tests that need no GPU
-	$(PYTEST) -n $(JOBS) -m "not gpu and not zoo and not soak" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not zoo and not soak" $(ARGS)
 
 test-zoo: $(VENV)/stamp-test ## Compile every model of the zoo on two real ranks (long)
 	$(PYTEST) -m zoo $(ARGS)

@@ -21,17 +21,20 @@ _COLUMNS: Final = 100
 
 _HELP: Final = """Say what fx_fusion would make of a model, on a laptop: no GPU, no weights, one process.
 
+\b
     fx-fusion explain model.py:build --arch sm_90 --world-size 8 --tokens 1,64,2048
     fx-fusion explain --hf folder/config.json --world-size 8
 
 For every all_reduce: your line, fused or not, the kernel by tokens, the reason and what to do; and an
 estimate of the time saved a step where this target was measured.
 
+\b
 CALLABLE is one of
 (1) a function that returns (callable, args) or (callable, args, kwargs):
     def build(tokens): return Block(), (torch.empty(tokens, 4096),)
 (2) an nn.Module class made without arguments, with a method that returns forward's arguments:
     def example_inputs(self, tokens): return (torch.empty(tokens, 4096),)
+
 Both may take any of tokens, dtype and world_size by name. They run in a process group of --world-size ranks
 (rank 0, no other process), with the meta device and --dtype as torch's defaults.
 
@@ -149,7 +152,8 @@ def _show(asked: Asked, seen: list[Seen], model: HfModel | None, as_json: bool) 
         typer.echo(json.dumps(_document(asked, settings, groups, savings, model), indent=2))
     else:
         _print(asked, settings, groups, savings, model)
-    whole = all(one.report.site_count and not one.report.incomplete for one in seen)
+    found = any(one.report.site_count for one in seen)
+    whole = found and not any(one.report.incomplete for one in seen)
     return 0 if whole else 1
 
 

@@ -67,6 +67,9 @@ def load_model(
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
         notes.append("the config's quantization is left out; the reduced tensors are the same")
+    for part in (config, config.get_text_config()):
+        # transformers shards tied weights only while it loads them; untied, the sums are the same
+        part.tie_word_embeddings = False
     whole, config = _made(config, file, dtype)
     name = f"{type(whole).__name__}, {getattr(config, 'num_hidden_layers', '?')} layers"
     found = None if every_layer else layers.repetition(whole, config)

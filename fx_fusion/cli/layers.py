@@ -8,6 +8,7 @@ of one entry a layer repeat likewise. Then a report on the short model is drawn 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,6 +149,8 @@ def _value(value: Any, config: Any) -> Any:
         return sorted(map(repr, value))
     if isinstance(value, dict):
         return [(_value(key, config), _value(part, config)) for key, part in value.items()]
+    if isinstance(value, functools.partial):
+        return [id(value.func), _value(value.args, config), _value(value.keywords, config)]
     return id(value)  # the same function or object, or else not alike
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it imports torch, which `--help` needs not
 _WHEN: Final = ("before", "after")
 _HELP: Final = """Write or check a model's graph as a golden file, for your CI.
 
+\b
     fx-fusion snapshot model.py:build --file golden.txt --update
     fx-fusion snapshot model.py:build --file golden.txt
 

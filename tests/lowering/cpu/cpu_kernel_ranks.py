@@ -266,3 +266,14 @@ def run_two_groups(rank: int, world_size: int) -> list[str]:
             given = cpu_kernel.run(arguments, space)
             found += complaints(given, parts, arguments)
     return found
+
+
+def run_checks(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What each check of this number of ranks finds; one start of processes serves them all."""
+    found = {"grid": run_grid(rank, world_size, world_size == 3)}
+    if world_size < 4:
+        found["batch"] = run_one_row_and_batch(rank, world_size)
+    if world_size == 2:
+        found["forms"] = run_forms(rank, world_size)
+        found["many"] = run_many(rank, world_size, 20_000)
+    return found

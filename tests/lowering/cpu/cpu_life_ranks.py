@@ -7,14 +7,16 @@ import signal
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from cpu_kernel_ranks import random_parts, run_many, workspace
-from op_support import BF16, arguments_for
+from cpu_kernel_ranks import complaints, random_parts, workspace
+from op_support import BF16, FP32, arguments_for
 
-from fx_fusion.errors import PeerTimeoutError
+from fx_fusion.errors import PeerTimeoutError, PlanMismatchError
 from fx_fusion.lowering import cpu_kernel
 from fx_fusion.lowering.cpu_workspace import cpu_workspace
+from fx_fusion.ops import all_reduce_add_rms_norm as op
 
 
 def run_until_a_rank_dies(rank: int, world_size: int) -> tuple[str, float]:
@@ -55,47 +57,61 @@ def run_with_a_late_rank(rank: int, world_size: int) -> str:
         return str(error)
 
 
-def run_with_a_failing_rank(rank: int, world_size: int, step: str) -> str:
-    """One rank can't build or map the memory: every rank's refusal must name it."""
-    del world_size
+def run_beginnings(rank: int, world_size: int) -> dict[str, Any]:
+    """How the memory of a group begins, well or not, in a new group each: what this rank sees."""
+    return {
+        "build": _with_a_failing_rank(rank, "build", _new_group(world_size)),
+        "map": _with_a_failing_rank(rank, "map", _new_group(world_size)),
+        "plans": _with_plans(rank, ("auto-1", "auto-2", "auto-1"), _new_group(world_size)),
+        "unfused": _with_plans(rank, ("auto-1", "unfused-1", "auto-1"), _new_group(world_size)),
+        "file": _in_a_named_file(rank, world_size, _new_group(world_size)),
+    }
+
+
+def _new_group(world_size: int) -> Any:
+    return dist.new_group(list(range(world_size)))
+
+
+def _with_a_failing_rank(rank: int, step: str, group: Any) -> str:
+    """Rank 1 can't build or map the memory: every rank's refusal must name it."""
     from fx_fusion.lowering import cpu_memory
     from fx_fusion.lowering import cpu_workspace as module
     from fx_fusion.lowering.cpu_build import Build
 
-    if rank == 1 and step == "build":
-        vars(module)["cpu_library"] = lambda: Build(None, cause="no compiler here")
-    if rank == 1 and step == "map":
+    def refuse(*_: object) -> Any:
+        raise OSError("no room here")
 
-        def refuse(*_: object) -> Any:
-            raise OSError("no room here")
-
-        cpu_memory.attach = refuse  # type: ignore[assignment]
-    group = dist.group.WORLD
-    assert group is not None
-    made = cpu_workspace(group.group_name, group, "a plan")
-    again = cpu_workspace(group.group_name, group, "a plan")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and step == "build":
+            patch.setattr(module, "cpu_library", lambda: Build(None, cause="no compiler here"))
+        if rank == 1 and step == "map":
+            patch.setattr(cpu_memory, "attach", refuse)
+        made = cpu_workspace(group.group_name, group, "a plan")
+        again = cpu_workspace(group.group_name, group, "a plan")
     assert made is again, "a refusal is remembered"
     return made.refusal
 
 
-def run_in_a_named_file(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+def _in_a_named_file(rank: int, world_size: int, group: Any) -> tuple[list[str], list[str]]:
     """Without memfd a file takes its place; nothing of it is left."""
     from fx_fusion.lowering import cpu_memory
 
-    cpu_memory.MODES = ("file",)  # type: ignore[misc,assignment]
-    found = run_many(rank, world_size, 50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_memory, "MODES", ("file",))
+        space = cpu_workspace(group.group_name, group, "a plan")
+        assert space.usable, space.refusal
+        parts = random_parts(1, (3, 80), FP32, world_size)
+        arguments = arguments_for(
+            parts[rank], group_name=group.group_name, world_size=world_size
+        )
+        found = complaints(cpu_kernel.run(arguments, space), parts, arguments)
     left = [name for name in os.listdir("/dev/shm") if name.startswith("fx_fusion-")]
     return found, left
 
 
-def run_with_plans(rank: int, world_size: int, plans: tuple[str, ...]) -> str:
+def _with_plans(rank: int, plans: tuple[str, ...], group: Any) -> str:
     """Each rank calls the op with a plan of its own; what all ranks raise alike."""
-    from fx_fusion.errors import PlanMismatchError
-    from fx_fusion.ops import all_reduce_add_rms_norm as op
-
-    group = dist.group.WORLD
-    assert group is not None
-    x = torch.ones(2, 64)
+    x, size = torch.ones(2, 64), len(plans)
     try:
         op(
             x,
@@ -104,7 +120,7 @@ def run_with_plans(rank: int, world_size: int, plans: tuple[str, ...]) -> str:
             None,
             1e-6,
             group.group_name,
-            world_size,
+            size,
             weight_form="none",
             plan=plans[rank],
         )

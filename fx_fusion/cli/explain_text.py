@@ -128,7 +128,7 @@ def _basis_lines(savings: dict[Tokens, Saving]) -> Iterator[str]:
             reasons.setdefault(part, []).append(tokens)
     for part, which in reasons.items():
         known = len(which) == len(savings)
-        label = "" if known else f"{', '.join(map(str, which))} tokens: "
+        label = "" if known else f"with {', '.join(map(str, which))}: "
         yield from wrapped(f"  {label}", part, hanging=4)
 
 

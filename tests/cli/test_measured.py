@@ -23,11 +23,10 @@ def test_the_package_holds_the_cells_of_the_committed_results() -> None:
     ]
     names = ("world_size", "dtype", "hidden", "tokens", "fused", "inductor", "machine", "date")
     committed = [["cpu", *(row[name] for name in names)] for row in rows]
-    held = [
-        ["cpu", str(c.world_size), c.dtype, str(c.hidden_size), str(c.tokens)]
-        + [str(c.fused), str(c.unfused), c.machine, c.date]
-        for c in measured.cells()
-    ]
+    held = []
+    for c in measured.cells():
+        numbers = [c.hidden_size, c.tokens, c.fused, c.unfused]
+        held.append([c.arch, str(c.world_size), c.dtype, *map(str, numbers), c.machine, c.date])
     assert held == committed
 
 

@@ -126,6 +126,8 @@ class _CapturingPass(FusionPass):
         outermost: That graph; the others the pass is called with are nested in it.
     """
 
+    keeps_texts = True
+
     def __init__(self, settings: FusionSettings, text: When | None) -> None:
         super().__init__(settings)
         self.graphs: list[CapturedGraph] = []

@@ -222,8 +222,9 @@ class GraphReport:
         sites: One entry for every all_reduce, in program order.
         notes: What else the user should know, a sentence each (caching off, a user's pass
             without a uuid).
-        record: The graph's text and excerpts around its sites, for `FusionReport.save`; None
-            where the report was read back from JSON or from torch's compile cache.
+        record: Excerpts around the sites, for `FusionReport.save`, and the graph's text, which
+            compilations keep if FX_FUSION_KEEP_GRAPHS=1; None where the report was read back
+            from JSON or from torch's compile cache.
     """
 
     kind: str = "inference"

@@ -212,6 +212,9 @@ def graphs_text(graphs: Iterable[GraphReport], *, after: bool) -> str:
         text = ""
         if graph.record is not None:
             text = graph.record.after if after else graph.record.before
-        missing = "(not kept: read from JSON, from torch's cache, or older than what is kept)"
+        missing = (
+            "(not kept: read from JSON or torch's cache, older than what is kept, or compiled"
+            " without FX_FUSION_KEEP_GRAPHS=1; fx_fusion.explain always keeps it)"
+        )
         parts.append(f"graph {index} ({graph.kind})\n{text or missing}\n")
     return "\n".join(parts) or "(no graph was compiled)\n"

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,8 @@ from fx_fusion.settings import FusionSettings
 
 log = logging.getLogger(__name__)
 
+#: With this environment variable at 1 the reports of compilations hold the graphs' texts.
+KEEP_GRAPHS: Final = "FX_FUSION_KEEP_GRAPHS"
 #: Modules outside passes/ and lowering/ that steer what the pass does or what it reports.
 _STEERING: Final = ("compat", "report", "settings", "switch")
 
@@ -42,7 +45,11 @@ class FusionPass(compat.InferenceAwarePass):
 
     Attributes:
         settings: The options.
+        keeps_texts: Put the graph's text, before and after, into the report. That takes as long
+            as a third of the pass, so a compilation does it only if the environment asks for it.
     """
+
+    keeps_texts = False
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         """Make a pass with these settings, or the defaults."""
@@ -100,10 +107,13 @@ class FusionPass(compat.InferenceAwarePass):
         return f"FusionPass({self.settings})"
 
     def _reported(self, graph: fx.Graph, kind: str | None) -> GraphReport:
-        """Fuse in place; the report, with the graph's text as it was and as it is."""
-        before = _text(graph)
+        """Fuse in place; the report, if wanted with the graph's text as it was and as it is."""
+        wanted = self.keeps_texts or compat.is_tracing() or _environment_keeps_texts()
+        before = _text(graph) if wanted else ""
         report = self._fused_or_restored(graph, kind)
-        record = (report.record or GraphRecord()).with_texts(before, _text(graph))
+        record = report.record or GraphRecord()
+        if wanted:
+            record = record.with_texts(before, _text(graph))
         notes = (*report.notes, *_caching_notes())
         return dataclasses.replace(report, notes=notes, record=record)
 
@@ -179,6 +189,10 @@ def _log(report: GraphReport) -> None:
             dict(site.numbers),
         )
     log.info("%s", compiled.summary(report))
+
+
+def _environment_keeps_texts() -> bool:
+    return os.environ.get(KEEP_GRAPHS, "") == "1"
 
 
 def _text(graph: fx.Graph) -> str:

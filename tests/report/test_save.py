@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from saved_reports import HIDDEN, all_reduce, norm, saved_report
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fx_fusion
 from fx_fusion import compiled
 from fx_fusion.errors import SaveError
+from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.report import FusionReport, GraphReport, Reason
 from fx_fusion.report_repro import repro_text
 from fx_fusion.testing import fake_group
@@ -189,6 +191,24 @@ def test_the_texts_that_a_process_keeps_are_bounded(monkeypatch: pytest.MonkeyPa
     kept: list[Any] = [report.graphs[0].record for report in fx_fusion.reports()]
     assert [bool(record.before) for record in kept] == [False, False, True, True]
     assert all(record.sites for record in kept)
+    fx_fusion.clear_reports()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_compilation_keeps_the_texts_only_if_the_environment_asks(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FX_FUSION_KEEP_GRAPHS", str(int(wanted)))
+    fx_fusion.clear_reports()
+    with fake_group(2), torch.no_grad():
+        graph = make_fx(lambda x: norm(all_reduce(x)))(torch.empty(4, HIDDEN)).graph
+        FusionPass()(graph)
+    (report,) = fx_fusion.reports()
+    record = report.graphs[0].record
+    assert record is not None
+    assert record.sites
+    assert ("all_reduce" in record.before) is wanted
+    assert ("all_reduce" in record.after) is wanted
     fx_fusion.clear_reports()
 
 

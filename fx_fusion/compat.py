@@ -231,10 +231,13 @@ def is_tracing() -> bool:
     """True if a structured trace is being written (TORCH_TRACE).
 
     torch installs a handler in any case, which has no folder where there is nothing to write.
-    Other handlers (pytest adds some to every logger) don't ask for a trace.
+    pytest adds handlers of its own to every logger, which ask for no trace.
     """
-    handlers = logging.getLogger("torch.__trace").handlers
-    return any(getattr(handler, "root_dir", None) is not None for handler in handlers)
+    return any(
+        getattr(handler, "root_dir", "") is not None
+        and not type(handler).__module__.startswith("_pytest.")
+        for handler in logging.getLogger("torch.__trace").handlers
+    )
 
 
 def compile_with_inductor(

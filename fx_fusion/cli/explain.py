@@ -84,12 +84,17 @@ def explain(
             "--every-layer", help="With --hf: leave out no layer that repeats others."
         ),
     ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Also write a page with pictures, the graphs and repro.py here."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead.")
     ] = False,
 ) -> None:
     """Say what fx_fusion would make of a model; see `_HELP`."""
     from fx_fusion.cli import looking
+    from fx_fusion.report import FusionReport
 
     try:
         settings = _settings(arch, world_size, kernel, merge_all_reduces, deterministic)
@@ -108,6 +113,8 @@ def explain(
                 " fx-fusion explain model.py:build; --help has the rest."
             )
         seen, model = looking.look(asked, hf, every_layer)
+        if save is not None:
+            FusionReport.merged([one.report for one in seen]).save(save)
         status = _show(asked, seen, model, as_json)
     except FxFusionError as error:
         typer.echo(f"fx-fusion explain: {error}", err=True)

@@ -67,8 +67,12 @@ def test_a_module_class_with_dynamic_tokens(model: str) -> None:
     assert [(part["first"], part["last"]) for part in site["ranges"]] == [(1, 32), (33, None)]
 
 
-def test_a_target_without_measurements_is_said_to_have_none(model: str) -> None:
-    text = explain(f"{model}:build", "--tokens", "1")
+def test_a_target_without_measurements_is_said_to_have_none(model: str, tmp_path: Path) -> None:
+    text = explain(f"{model}:build", "--tokens", "1", "--save", str(tmp_path / "report"))
+    assert "users_model.py:17" in (tmp_path / "report" / "index.html").read_text("utf-8")
+    assert "all_reduce" in (tmp_path / "report" / "before.txt").read_text("utf-8")
+    refused = explain(f"{model}:build", "--tokens", "1", "--save", str(tmp_path), status=2)
+    assert str(tmp_path) in refused
     assert "1 of 1 site rewritten, running the unfused path" in text
     assert "unfused: nothing was measured for sm_90 and this size" in text
     assert "nothing was measured for this target (sm_90)" in text

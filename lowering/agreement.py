@@ -33,25 +33,6 @@ class Agreement:
         return min(int(facts[name]) for facts in self.facts)
 
 
-_agreed_on_unfused: dict[str, dist.ProcessGroup] = {}
-
-
-def agree_on_plan(group: dist.ProcessGroup, plan: str) -> None:
-    """Make sure, once a group, that all ranks take the unfused path. Collective the first time.
-
-    A rank whose plan has a kernel exchanges its facts at its first call; this meets it there,
-    where it would otherwise wait for a collective that never comes.
-
-    Raises:
-        PlanMismatchError: On all ranks alike, if another rank was compiled with another plan.
-    """
-    name = group.group_name
-    if _agreed_on_unfused.get(name) is group:
-        return
-    agree(group, {PLAN: plan}, equal=(PLAN,))
-    _agreed_on_unfused[name] = group
-
-
 def agree(
     group: dist.ProcessGroup, facts: Mapping[str, Any], *, equal: Sequence[str]
 ) -> Agreement:

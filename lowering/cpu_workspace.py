@@ -126,6 +126,25 @@ def cpu_workspace(group_name: str, group: dist.ProcessGroup, plan: str) -> CpuWo
     return made
 
 
+_agreed_on_unfused: dict[str, dist.ProcessGroup] = {}
+
+
+def agree_on_unfused(group_name: str, group: dist.ProcessGroup, plan: str) -> None:
+    """Make sure, once a group, that all ranks take the unfused path. Collective the first time.
+
+    A rank whose plan has the kernel exchanges its facts at its first call; this meets it there,
+    where it would otherwise wait for a collective that never comes.
+
+    Raises:
+        PlanMismatchError: On all ranks alike, if another rank was compiled with another plan.
+    """
+    if _agreed_on_unfused.get(group_name) is group:
+        return
+    if _local_cause(group) is None:
+        agree(group, {PLAN: plan}, equal=(PLAN,))
+    _agreed_on_unfused[group_name] = group
+
+
 def _make(group: dist.ProcessGroup, plan: str) -> CpuWorkspace:
     cause = _local_cause(group)
     if cause is not None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fx_fusion.lowering import unfused
-from fx_fusion.lowering.agreement import agree_on_plan
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.select import (
@@ -62,15 +61,13 @@ def _gpu_limit(arguments: Arguments) -> int:
 def cpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> CpuWorkspace | None:
     """The group's shared memory if this call runs over it, made now if need be; else None."""
     x = arguments.x
-    if x.numel() == 0:
-        return None
-    if asks_for_unfused(arguments.plan):
-        agree_on_plan(group, arguments.plan)
-        return None
-    if not cpu_takes(x.shape[-1], x.element_size(), arguments.world_size):
+    if x.numel() == 0 or not cpu_takes(x.shape[-1], x.element_size(), arguments.world_size):
         return None
     # on first use: sockets and ctypes structures are needed by CPU groups only
-    from fx_fusion.lowering.cpu_workspace import cpu_workspace
+    from fx_fusion.lowering.cpu_workspace import agree_on_unfused, cpu_workspace
 
+    if asks_for_unfused(arguments.plan):
+        agree_on_unfused(arguments.group_name, group, arguments.plan)
+        return None
     workspace = cpu_workspace(arguments.group_name, group, full_plan(arguments.plan))
     return workspace if workspace.usable else None

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from fx_fusion.lowering.agreement import agree_on_plan
+from fx_fusion.lowering.cpu_workspace import agree_on_unfused
 from fx_fusion.lowering.select import digest_of
 from fx_fusion.passes import pipeline
 from fx_fusion.report import GraphReport
@@ -89,7 +89,8 @@ def make_groups(rank: int) -> Groups:
         # the one exchange of a group's life, here, so that it is counted for no program
         unfused = digest_of(FusionSettings(kernel="unfused"))
         for group in (world, pair):
-            agree_on_plan(cast(dist.ProcessGroup, group), unfused)
+            known = cast(dist.ProcessGroup, group)
+            agree_on_unfused(known.group_name, known, unfused)
     return Groups(world.group_name, cast(Any, pair).group_name, one.group_name)
 
 

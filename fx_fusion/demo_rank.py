@@ -10,7 +10,7 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -204,19 +204,31 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def time_ways(
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]], ids: torch.Tensor, steps: int
 ) -> dict[str, float]:
-    """The median time of a step for each way, in seconds.
+    """The median time of a step for each way, in seconds; see `step_seconds`."""
+    seconds = step_seconds(ways, ids, steps, warm_up=WARM_UP)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def step_seconds(
+    ways: Mapping[str, Callable[[torch.Tensor], object]],
+    ids: torch.Tensor,
+    steps: int,
+    *,
+    warm_up: int,
+) -> dict[str, list[float]]:
+    """The time of each of `steps` steps for each way, in seconds, after `warm_up` untimed ones.
 
     The ways take turns, so that what else the machine does falls on all of them alike. The
     ranks start each step together.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(WARM_UP + steps):
+    for step in range(warm_up + steps):
         for name, way in ways.items():
             dist.barrier()
             start = time.perf_counter()
             way(ids)
             if ids.device.type == "cuda":
                 torch.cuda.synchronize()
-            if step >= WARM_UP:
+            if step >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds

@@ -108,7 +108,8 @@ _workspaces: dict[str, CpuWorkspace] = {}
 def cpu_workspace(group_name: str, group: dist.ProcessGroup, plan: str) -> CpuWorkspace:
     """The workspace of a group, made on first use. Collective then, a look-up afterwards.
 
-    `plan` is that of the first call, on which the ranks must agree. Keyed by the group itself: a name is used again after destroy and init.
+    `plan` is that of the first call, on which the ranks must agree. Keyed by the group itself: a
+    name is used again after destroy and init.
     """
     known = _workspaces.get(group_name)
     if known is not None:

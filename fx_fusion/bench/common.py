@@ -122,6 +122,21 @@ def add_numbers(
         )
 
 
+def add_sizes(
+    parser: argparse.ArgumentParser, *, tokens: Sequence[int], hidden_sizes: Sequence[int]
+) -> None:
+    """Add the sizes of a benchmark of one site: `--tokens` and `--hidden-size`."""
+    add_numbers(parser, "--tokens", default=tokens, what="rows of the reduced tensor")
+    add_numbers(
+        parser,
+        "--hidden-size",
+        "--hidden",
+        "--hidden-sizes",
+        default=hidden_sizes,
+        what="hidden sizes",
+    )
+
+
 def add_number(
     parser: argparse.ArgumentParser, name: str, default: int, what: str, *, least: int = 1
 ) -> None:

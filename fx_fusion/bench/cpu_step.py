@@ -18,9 +18,9 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -36,7 +36,15 @@ from fx_fusion.bench.common import (
     count_cell,
 )
 from fx_fusion.bench.cpu import keep_freed_memory, threads_a_rank
-from fx_fusion.demo_rank import HEAD_SIZE, VOCABULARY, Job, load_shard, logits_of, save_model
+from fx_fusion.demo_rank import (
+    HEAD_SIZE,
+    VOCABULARY,
+    Job,
+    load_shard,
+    logits_of,
+    save_model,
+    step_seconds,
+)
 from fx_fusion.report import FusionReport
 from fx_fusion.testing import spawn
 
@@ -121,20 +129,14 @@ def measure(
         torch._dynamo.reset()
         fx_fusion.clear_reports()
         ids = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(0))
-        ways = {
+        models = {
             "eager": model,
             "inductor": torch.compile(model, backend="inductor"),
             "fx_fusion": torch.compile(model, backend="fx_fusion"),
         }
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        ways = {name: partial(logits_of, way) for name, way in models.items()}
         with torch.no_grad():
-            for step in range(WARM_UP + job.steps):
-                for way, run in ways.items():
-                    dist.barrier()
-                    start = time.perf_counter()
-                    logits_of(run, ids)
-                    if step >= WARM_UP:
-                        seconds[way].append(time.perf_counter() - start)
+            seconds = step_seconds(ways, ids, job.steps, warm_up=WARM_UP)
         report = FusionReport.merged(fx_fusion.reports())
         measured.append(Measured(seconds, report.site_count, report.fused_count))
         if rank == 0:

@@ -40,7 +40,7 @@ from fx_fusion.bench.common import (
     Table,
     add_dtype,
     add_number,
-    add_numbers,
+    add_sizes,
     count_cell,
 )
 from fx_fusion.lowering.select import digest_of
@@ -275,15 +275,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
     add_number(parser, "--world-size", 2, "ranks")
     add_dtype(parser)
-    add_numbers(parser, "--tokens", default=TOKENS, what="rows of the reduced tensor")
-    add_numbers(
-        parser,
-        "--hidden-size",
-        "--hidden",
-        "--hidden-sizes",
-        default=HIDDEN_SIZES,
-        what="hidden sizes",
-    )
+    add_sizes(parser, tokens=TOKENS, hidden_sizes=HIDDEN_SIZES)
     add_number(parser, "--rounds", 15, "replays a cell", least=2)
     add_number(parser, "--timeout", 300, "seconds for everything")
 

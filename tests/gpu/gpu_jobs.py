@@ -19,7 +19,6 @@ from gpu_support import (
     Differences,
     Form,
     arguments_of,
-    call,
     expected_of,
     parts_of,
     random_tensor,
@@ -27,6 +26,7 @@ from gpu_support import (
     warm_up,
     workspace_of,
 )
+from op_support import call
 
 from fx_fusion.errors import CaptureError, PeerTimeoutError
 from fx_fusion.lowering import gpu_workspace

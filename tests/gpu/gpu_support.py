@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from op_support import ordered_bits
 
 from fx_fusion.lowering import gpu_build, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
@@ -23,7 +24,6 @@ from fx_fusion.lowering.gpu_variant import Variant, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, gpu_workspace
 from fx_fusion.lowering.reference import rank_order_reference
 from fx_fusion.lowering.select import digest_of
-from fx_fusion.ops import all_reduce_add_rms_norm
 from fx_fusion.settings import FusionSettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,21 +105,6 @@ def arguments_of(
         plan=OWN_KERNEL,
         **options,
     )
-
-
-def call(arguments: Arguments) -> Results:
-    """Call the op through the dispatcher."""
-    fields = arguments._asdict()
-    positional = [fields.pop(name) for name in arguments._fields[:7]]
-    return Results(*all_reduce_add_rms_norm(*positional, **fields))
-
-
-def ordered_bits(value: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the values, neighbours one apart; both zeros are 0."""
-    wide = value.element_size() == 4
-    bits = value.contiguous().view(torch.int32 if wide else torch.int16).to(torch.int64)
-    lowest = -(2**31) if wide else -(2**15)
-    return torch.where(bits < 0, lowest - bits, bits)
 
 
 class Differences:

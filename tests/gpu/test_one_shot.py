@@ -10,6 +10,7 @@ from typing import Any
 
 import gpu_jobs
 import gpu_support
+import op_support
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,11 +80,11 @@ def killed_peer(rank: int, folder: str) -> None:
     form = gpu_support.FORMS[0]
     parts = gpu_support.parts_of(form, 8, 1, 2)
     arguments = gpu_support.arguments_of(form, parts[rank], 1, 2, gpu_jobs.world_name())
-    gpu_support.call(arguments)
+    op_support.call(arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(4):
-            output = gpu_support.call(arguments)
+            output = op_support.call(arguments)
     torch.cuda.synchronize()
     dist.barrier()
     for _ in range(3):
@@ -95,7 +96,7 @@ def killed_peer(rank: int, folder: str) -> None:
         graph.replay()
     torch.cuda.synchronize()
     try:
-        gpu_support.call(arguments)
+        op_support.call(arguments)
         text = "nothing was raised"
     except PeerTimeoutError as error:
         text = str(error)

@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
+from graph_caches import compile_every_graph_again
 from torch._inductor.utils import run_and_get_code
 
 from fx_fusion.passes import pipeline
@@ -56,8 +55,7 @@ def run(rank: int, world_size: int, dynamic_rank: int, options: dict[str, Any]) 
     fuse_graph = pipeline.fuse_graph
     pipeline.fuse_graph = recorded
     torch._dynamo.reset()
-    inductor_config.fx_graph_cache = False  # else the pass may not run
-    functorch_config.enable_autograd_cache = False
+    compile_every_graph_again()
     dynamic = True if rank == dynamic_rank else None
     compiled = torch.compile(
         two_sites_and_a_plain_one, backend="fx_fusion", dynamic=dynamic, options=options

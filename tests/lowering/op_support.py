@@ -76,8 +76,15 @@ def call(arguments: Arguments) -> Results:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as integers, so that signs of zero and NaN payloads count."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(integer)
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the values, neighbours one apart; both zeros are 0."""
+    integers = bits(tensor).to(torch.int64)
+    lowest = -(1 << (8 * tensor.element_size() - 1))
+    return torch.where(integers < 0, lowest - integers, integers)
 
 
 def differences(given: Results, expected: Results) -> list[str]:

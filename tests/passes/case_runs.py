@@ -12,7 +12,9 @@ import cases_reported  # noqa: F401
 import cases_steps  # noqa: F401
 import torch
 from case_support import CASES, Case, Groups, make_groups
-from graph_support import compile_every_graph_again, compiled_op_by_op
+from graph_caches import compile_every_graph_again
+from graph_support import compiled_op_by_op
+from op_support import bits, ordered_bits
 from torch import nn
 
 import fx_fusion
@@ -24,7 +26,6 @@ KERNELS = ("unfused", "auto")
 #: to 4 eps with the kernel's tree of 64 lanes, about as much with eager's; the root halves
 #: their sum, and three roundings follow.
 _REORDERED_ULPS = 8
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: How far a value computed from norms may be off, relative to the largest; a norm may differ
 #: from eager's in its last bit, and that goes on through the layers behind it.
 _RELATIVE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
@@ -127,15 +128,15 @@ def differences(
             return
     if given.stride() != expected.stride() and given.numel() > 1:
         yield f"strides {given.stride()} for {expected.stride()}"
-    if given.numel() == 0 or torch.equal(_bits(given), _bits(expected)):
+    if given.numel() == 0 or torch.equal(bits(given), bits(expected)):
         return
     if kind == "h":
-        count = int((_bits(given) != _bits(expected)).sum())
+        count = int((bits(given) != bits(expected)).sum())
         yield f"{count} of {given.numel()} elements differ in their bits"
     elif kind == "n":
         if given.dtype == torch.float64:  # a norm is computed in fp32
             given, expected = given.float(), expected.float()
-        ulps = int((_ordered(given) - _ordered(expected)).abs().max())
+        ulps = int((ordered_bits(given) - ordered_bits(expected)).abs().max())
         if ulps > (_REORDERED_ULPS if reordered and given.dtype == torch.float32 else 1):
             yield f"differs by {ulps} units in the last place"
     else:
@@ -143,14 +144,3 @@ def differences(
         bound = _RELATIVE[given.dtype] * expected.double().abs().max()
         if not difference <= bound:
             yield f"differs by {float(difference):.3g}, allowed are {float(bound):.3g}"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
-
-
-def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats, so that neighbours differ by one."""
-    bits = _bits(tensor).to(torch.int64)
-    lowest = -(1 << (8 * tensor.element_size() - 1))
-    return torch.where(bits < 0, lowest - bits, bits)

@@ -234,12 +234,3 @@ def compiled_op_by_op(
         fn, backend=backend, dynamic=dynamic, fullgraph=fullgraph
     )
     return compiled
-
-
-def compile_every_graph_again() -> None:
-    """Take no compiled graph from a cache, else the pass may not run; C++ is still compiled once."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config as inductor_config
-
-    inductor_config.fx_graph_cache = False
-    functorch_config.enable_autograd_cache = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from graph_support import compile_every_graph_again
+from graph_caches import compile_every_graph_again
 from random_graphs import generate
 from random_ops import names
 from random_programs import Program

@@ -21,7 +21,7 @@ from emulated_ranks import (
     small_ring,
     variant_for,
 )
-from op_support import BF16, FP16, FP32
+from op_support import BF16, FP16, FP32, ordered_bits
 
 from fx_fusion.errors import PeerTimeoutError
 from fx_fusion.lowering import gpu_layout
@@ -76,12 +76,6 @@ def arguments_of(form: int, tokens: int, size: int, choice: random.Random) -> li
         )
         for _ in range(size)
     ]
-
-
-def ordered_bits(value: torch.Tensor) -> torch.Tensor:
-    wide = value.element_size() == 4
-    bits = value.contiguous().view(torch.int32 if wide else torch.int16).to(torch.int64)
-    return torch.where(bits < 0, -(2 ** (31 if wide else 15)) - bits, bits)
 
 
 def wrong(given: Results, call: Arguments, expected: Results) -> list[str]:

@@ -33,6 +33,7 @@ MAX_RANKS: Final = 64
 #: How long a call waits for its peers where the group doesn't say, in seconds.
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 
+_CLOSED: Final = "the workspace was closed"
 _STATUS: Final = {
     1: "did not come within {seconds:.0f} s",
     2: "died",
@@ -99,7 +100,7 @@ class CpuWorkspace:
             self.space = None
             self.memory.close()
             self.memory = None
-        self.refusal = self.refusal or "the workspace was closed"
+        self.refusal = self.refusal or _CLOSED
 
 
 _workspaces: dict[str, CpuWorkspace] = {}
@@ -125,6 +126,15 @@ def cpu_workspace(group_name: str, group: dist.ProcessGroup, plan: str) -> CpuWo
             made.refusal,
         )
     return made
+
+
+def close_cpu_workspace(group_name: str, group: dist.ProcessGroup) -> None:
+    """Close the group's workspace for good; where there is none yet, none will be made."""
+    known = _workspaces.get(group_name)
+    if known is not None:
+        known.close()
+    if known is None or known.group is not group:
+        _workspaces[group_name] = CpuWorkspace(group, refusal=_CLOSED)
 
 
 _agreed_on_unfused: dict[str, dist.ProcessGroup] = {}

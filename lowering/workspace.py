@@ -76,9 +76,9 @@ def close(
 
         gpu_workspace(made, where).close()
     else:
-        from fx_fusion.lowering.cpu_workspace import cpu_workspace
+        from fx_fusion.lowering.cpu_workspace import close_cpu_workspace
 
-        cpu_workspace(made.group_name, made, full_plan("")).close()
+        close_cpu_workspace(made.group_name, made)
 
 
 def _group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:

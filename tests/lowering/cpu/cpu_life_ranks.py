@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import op_support
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +65,10 @@ def run_beginnings(rank: int, world_size: int) -> dict[str, Any]:
         "map": _with_a_failing_rank(rank, "map", _new_group(world_size)),
         "plans": _with_plans(rank, ("auto-1", "auto-2", "auto-1"), _new_group(world_size)),
         "unfused": _with_plans(rank, ("auto-1", "unfused-1", "auto-1"), _new_group(world_size)),
+        "closed": [
+            _closed(rank, world_size, _new_group(world_size), made=made)
+            for made in (True, False)
+        ],
         "file": _in_a_named_file(rank, world_size, _new_group(world_size)),
     }
 
@@ -90,6 +95,22 @@ def _with_a_failing_rank(rank: int, step: str, group: Any) -> str:
         again = cpu_workspace(group.group_name, group, "a plan")
     assert made is again, "a refusal is remembered"
     return made.refusal
+
+
+def _closed(rank: int, world_size: int, group: Any, *, made: bool) -> tuple[bool, list[str]]:
+    """Close a group's memory, made or not; whether it is usable, and faults of a later call."""
+    from fx_fusion.lowering import workspace as public
+
+    if made:
+        assert public.prepare(group, device="cpu")
+    public.close(group, device="cpu")
+    public.close(group, device="cpu")
+    parts = random_parts(2, (3, 80), FP32, world_size)
+    arguments = arguments_for(
+        parts[rank], group_name=group.group_name, world_size=world_size, deterministic=True
+    )
+    found = complaints(op_support.call(arguments), parts, arguments)
+    return public.prepare(group, device="cpu"), found
 
 
 def _in_a_named_file(rank: int, world_size: int, group: Any) -> tuple[list[str], list[str]]:

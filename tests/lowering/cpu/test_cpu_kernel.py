@@ -105,5 +105,9 @@ def test_if_one_rank_cannot_no_rank_does(step: str) -> None:
     assert refusals[0] == refusals[1] == refusals[2]
 
 
+def test_a_closed_group_takes_the_unfused_path_whether_its_memory_was_made_or_not() -> None:
+    assert [found["closed"] for found in beginnings()] == [[(False, []), (False, [])]] * 3
+
+
 def test_a_named_file_takes_the_place_of_memfd() -> None:
     assert [found["file"] for found in beginnings()] == [([], [])] * 3

@@ -187,8 +187,9 @@ def _cpu_step(rows: Sequence[_Row]) -> Picture:
 
 def _kernels(rows: Sequence[_Row]) -> Picture:
     panels = []
+    measured = [row for row in rows if not row.get("cause")]
     for (world_size, dtype, hidden), cells in _grouped(
-        rows, "world_size", "dtype", "hidden_size"
+        measured, "world_size", "dtype", "hidden_size"
     ).items():
         by_name = _grouped(cells, "candidate")
         lines = {

@@ -1,6 +1,6 @@
-"""Compile the GPU kernel at run time with NVRTC, which comes with CUDA builds of torch.
+"""Compile the GPU kernels at run time with NVRTC, which comes with CUDA builds of torch.
 
-No nvcc, no headers. The machine code is cached on disk by the hash of source, options and
+No nvcc, no headers but our own. The machine code is cached on disk by the hash of source, options and
 compiler version, so each variant is compiled once a machine, in a few tenths of a second.
 """
 
@@ -14,17 +14,35 @@ import importlib
 import importlib.resources
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from fx_fusion.lowering.cpu_build import cache_folder
 from fx_fusion.lowering.gpu_variant import Variant
 
-KERNEL_NAME: Final = "fx_fusion_one_shot"
-_HEADER: Final = "gpu_device.h"
-_SOURCE: Final = "gpu_one_shot.cu"
+
+class Kernel(NamedTuple):
+    """A kernel's name in the machine code, and the file that it is compiled from."""
+
+    entry: str
+    source: str
+
+
+#: By algorithm, as `Variant.algorithm` names it.
+KERNELS: Final = {
+    "one-shot": Kernel("fx_fusion_one_shot", "gpu_one_shot.cu"),
+}
+#: What the sources include.
+HEADERS: Final = (
+    "gpu_device.h",
+    "gpu_params.h",
+    "gpu_elements.h",
+    "gpu_exchange.h",
+    "gpu_epilogue.h",
+)
 #: Rounding is part of the contract: no contraction into fused multiply-adds.
 _OPTIONS: Final = ("-std=c++17", "-default-device", "-fmad=false")
 
@@ -40,11 +58,12 @@ def machine_code(variant: Variant, arch: str) -> bytes:
         BuildError: There is no NVRTC, or it refuses the source.
     """
     options = (f"--gpu-architecture={arch}", *_OPTIONS, *variant.macros())
-    key = hashlib.sha256(repr((options, source_hash(), nvrtc_version())).encode())
+    facts = (variant.algorithm, options, source_hash(), nvrtc_version())
+    key = hashlib.sha256(repr(facts).encode())
     target = cache_folder() / f"gpu_{key.hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError):
         return target.read_bytes()
-    code = compile_with_nvrtc(options)
+    code = compile_with_nvrtc(options, variant.algorithm)
     with contextlib.suppress(OSError):  # a read-only or full disk only costs time
         _write(target, code)
     return code
@@ -63,19 +82,17 @@ def _write(target: Path, code: bytes) -> None:
 
 
 @functools.cache
-def sources() -> tuple[str, str]:
-    """The kernel's source and the header it includes."""
+def sources() -> Mapping[str, str]:
+    """The text of every source and header, by file name."""
     folder = importlib.resources.files("fx_fusion.lowering") / "csrc"
-    return (
-        (folder / _SOURCE).read_text(encoding="utf-8"),
-        (folder / _HEADER).read_text(encoding="utf-8"),
-    )
+    names = (*HEADERS, *(kernel.source for kernel in KERNELS.values()))
+    return {name: (folder / name).read_text(encoding="utf-8") for name in names}
 
 
 @functools.cache
 def source_hash() -> str:
-    """Twelve hex digits over the sources; ranks have to agree on it."""
-    return hashlib.sha256("\0".join(sources()).encode()).hexdigest()[:12]
+    """Twelve hex digits over all sources and headers; ranks have to agree on it."""
+    return hashlib.sha256("\0".join(sources().values()).encode()).hexdigest()[:12]
 
 
 @functools.cache
@@ -86,16 +103,28 @@ def nvrtc_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def compile_with_nvrtc(options: tuple[str, ...]) -> bytes:
-    """Compile the source with these options; the cache is not looked at."""
+def compile_with_nvrtc(options: tuple[str, ...], algorithm: str) -> bytes:
+    """Compile an algorithm's kernel with these options; the cache is not looked at.
+
+    Args:
+        options: Of NVRTC: the arch, `-D` for each macro, and what rounding needs.
+        algorithm: A key of KERNELS.
+
+    Raises:
+        BuildError: There is no NVRTC, or it refuses the source; the message is its log.
+    """
     nvrtc = _nvrtc()
-    source, header = sources()
+    texts, name = sources(), KERNELS[algorithm].source
     program = ctypes.c_void_p()
-    headers = (ctypes.c_char_p * 1)(header.encode())
-    names = (ctypes.c_char_p * 1)(_HEADER.encode())
+    count = len(HEADERS)
     _check(
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), _SOURCE.encode(), 1, headers, names
+            ctypes.byref(program),
+            texts[name].encode(),
+            name.encode(),
+            count,
+            (ctypes.c_char_p * count)(*(texts[header].encode() for header in HEADERS)),
+            (ctypes.c_char_p * count)(*(header.encode() for header in HEADERS)),
         ),
         "nvrtcCreateProgram",
     )

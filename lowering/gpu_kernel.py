@@ -43,9 +43,10 @@ class Launcher:
         x = arguments.x
         hidden_size, width = x.shape[-1], x.element_size()
         group, layout = workspace.group, workspace.layout
+        variant = variant_of(arguments, shape)
         self._function = gpu_driver.Function(
-            gpu_build.machine_code(variant_of(arguments, shape), workspace.arch),
-            gpu_build.KERNEL_NAME,
+            gpu_build.machine_code(variant, workspace.arch),
+            gpu_build.KERNELS[variant.algorithm].entry,
             threads=shape.threads,
             cluster=shape.cluster,
             programmatic=has_programmatic_launch(workspace.arch),

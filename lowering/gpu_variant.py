@@ -15,8 +15,13 @@ _ABSENT: Final = -1
 
 
 class Variant(NamedTuple):
-    """One compiled kernel; each field is a macro of its name in capitals."""
+    """One compiled kernel; each field but the first is a macro of its name in capitals.
 
+    Attributes:
+        algorithm: Which kernel, a key of `gpu_build.KERNELS`.
+    """
+
+    algorithm: str
     world: int
     cluster: int
     threads: int
@@ -43,7 +48,13 @@ class Variant(NamedTuple):
 
     def macros(self) -> tuple[str, ...]:
         """The options as the compiler takes them."""
-        return tuple(f"-D{name.upper()}={value}" for name, value in self._asdict().items())
+        return tuple(f"-D{name.upper()}={value}" for name, value in self.options().items())
+
+    def options(self) -> dict[str, int]:
+        """The macros' values, by field."""
+        options = self._asdict()
+        del options["algorithm"]
+        return options
 
 
 def has_scale(arguments: Arguments) -> bool:
@@ -59,8 +70,10 @@ def bias_out_dtype(arguments: Arguments) -> torch.dtype:
     return torch.promote_types(dtype, arguments.bias.dtype)
 
 
-def variant_of(arguments: Arguments, geometry: Geometry) -> Variant:
-    """The kernel that computes these arguments."""
+def variant_of(
+    arguments: Arguments, geometry: Geometry, algorithm: str = "one-shot"
+) -> Variant:
+    """The kernel that computes these arguments by an algorithm, a key of `gpu_build.KERNELS`."""
     x, weight = arguments.x, arguments.weight
     norm_dtype, hidden_dtype = result_dtypes(arguments)
     before_weight = arguments.norm_dtype or torch.float32
@@ -69,6 +82,7 @@ def variant_of(arguments: Arguments, geometry: Geometry) -> Variant:
         factor = torch.float32 if arguments.weight_form == "1+w" else weight.dtype
         product = torch.promote_types(before_weight, factor)
     return Variant(
+        algorithm=algorithm,
         world=arguments.world_size,
         cluster=geometry.cluster,
         threads=geometry.threads,

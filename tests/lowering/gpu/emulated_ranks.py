@@ -27,7 +27,8 @@ MULTIPROCESSORS = 16
 CLUSTERS_AT_ONCE = 2
 #: Segments of the ring, for 2-byte elements; a call with more is several launches.
 SEGMENTS = 8
-Mutation = Callable[[str], str]
+#: From a source file's name and text to the text to compile.
+Mutation = Callable[[str, str], str]
 
 
 def variant_for(arguments: Arguments) -> Variant:
@@ -42,19 +43,19 @@ def variant_for(arguments: Arguments) -> Variant:
 def build(
     folder: Path, variants: Sequence[Variant], mutate: Mutation | None = None
 ) -> ctypes.CDLL:
-    """Compile the kernel's source, or a mutant of it, once for each variant."""
-    source, header = gpu_build.sources()
-    (folder / "gpu_device.h").write_text(header)
-    (folder / "gpu_one_shot.cu").write_text(mutate(source) if mutate else source)
+    """Compile the kernels' sources, or mutants of them, once for each variant."""
+    for name, text in gpu_build.sources().items():
+        (folder / name).write_text(mutate(name, text) if mutate else text)
     lines = []
     for number, variant in enumerate(variants):
-        defined = variant._asdict()
+        defined = variant.options()
+        kernel = gpu_build.KERNELS[variant.algorithm]
         lines += [f"#define {name.upper()} {value}" for name, value in defined.items()]
         lines += [
             f"namespace v{number} {{",
-            '#include "gpu_one_shot.cu"',
+            f'#include "{kernel.source}"',
             "void entry(const void* p) {",
-            f"  {gpu_build.KERNEL_NAME}(*static_cast<const Params*>(p));",
+            f"  {kernel.entry}(*static_cast<const Params*>(p));",
             "}",
             "}",
         ]

@@ -74,7 +74,7 @@ def all_options() -> list[Variant]:
         "want_rstd": (1,),
         "vectors_per_thread": (2,),
     }.items():
-        changed += [base._replace(**{name: value}) for value in values]
+        changed += [base._replace(**{name: value}) for value in values]  # type: ignore[arg-type]
     for x, residual, aligned in itertools.product(range(3), range(3), (0, 1)):
         changed.append(base._replace(x_dtype=x, residual_dtype=residual, aligned=aligned))
     return changed
@@ -93,14 +93,16 @@ def test_every_spread_compiles_with_nvrtc(arch: str, world: int) -> None:
     for hidden, dtype, tokens in itertools.product((2880, 16384), (BF16, FP32), (1, 512)):
         chosen = variant(hidden, dtype, world, tokens, clusters)
         options = (f"--gpu-architecture={arch}", *gpu_build._OPTIONS, *chosen.macros())
-        assert gpu_build.compile_with_nvrtc(options).startswith(b"\x7fELF")
+        code = gpu_build.compile_with_nvrtc(options, chosen.algorithm)
+        assert code.startswith(b"\x7fELF")
 
 
 @needs_nvrtc
 def test_every_option_compiles_with_nvrtc() -> None:
     for chosen in all_options():
         options = ("--gpu-architecture=sm_90", *gpu_build._OPTIONS, *chosen.macros())
-        assert gpu_build.compile_with_nvrtc(options).startswith(b"\x7fELF")
+        code = gpu_build.compile_with_nvrtc(options, chosen.algorithm)
+        assert code.startswith(b"\x7fELF")
 
 
 @needs_nvrtc
@@ -115,7 +117,7 @@ def test_machine_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 @needs_nvrtc
 def test_an_error_of_the_compiler_is_shown() -> None:
     with pytest.raises(BuildError, match="WORLD"):
-        gpu_build.compile_with_nvrtc(("--gpu-architecture=sm_90",))
+        gpu_build.compile_with_nvrtc(("--gpu-architecture=sm_90",), "one-shot")
 
 
 @needs_clang

@@ -79,7 +79,9 @@ def test_the_parameters_are_laid_out_as_the_kernel_reads_them() -> None:
     assert gpu_kernel._CALL.size == 96
     assert gpu_kernel._HIDDEN.size == 16
     assert gpu_kernel._WORKSPACE.size == 168
-    body = re.search(r"struct Params \{(.*?)\n\};", gpu_build.sources()[0], re.DOTALL)
+    body = re.search(
+        r"struct Params \{(.*?)\n\};", gpu_build.sources()["gpu_params.h"], re.DOTALL
+    )
     assert body is not None
     names = re.findall(r"(\w+)(?:\[16\])?;", body.group(1))
     assert names[:4] == ["x", "residual", "weight", "bias"]

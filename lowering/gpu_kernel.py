@@ -87,11 +87,15 @@ class Launcher:
         self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
         self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
 
+    def clusters(self, rows: int) -> int:
+        """The clusters of a launch of so many rows: no more than are on the GPU at once."""
+        return min(rows, self.capacity)
+
     def launch(
         self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
     ) -> None:
         """Put one launch into the stream; the workspace's lock is held."""
-        clusters = min(rows, self.capacity)
+        clusters = self.clusters(rows)
         _CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
         self._function.launch(clusters, stream, self._pointers)
 
@@ -118,21 +122,32 @@ def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
         return enqueue(arguments, workspace, stream)
 
 
-def enqueue(arguments: Arguments, workspace: GpuWorkspace, stream: int) -> Results:
-    """Put one call into the stream, as one launch or more; the workspace's lock is held."""
+def enqueue(
+    arguments: Arguments,
+    workspace: GpuWorkspace,
+    stream: int,
+    results: Results | None = None,
+) -> Results:
+    """Put one call into the stream, as one launch or more; the workspace's lock is held.
+
+    Args:
+        arguments: The op's.
+        workspace: The group's.
+        stream: The raw handle of the current stream.
+        results: Where to write, contiguous and aligned to 16 bytes; None for new tensors.
+    """
     x = _aligned(arguments.x)
     residual, weight, bias = (
         None if value is None else _aligned(value)
         for value in (arguments.residual, arguments.weight, arguments.bias)
     )
-    results = _empty_results(arguments)
+    results = _empty_results(arguments) if results is None else results
     hidden_size, width = x.shape[-1], x.element_size()
     rows = x.numel() // hidden_size
     eps, eps_tensor = _scalar(arguments.eps, arguments.eps_tensor, torch.float32)
     scale, scale_tensor = _scalar(
         arguments.scale, arguments.scale_tensor, bias_out_dtype(arguments)
     )
-    most = rows_per_launch(hidden_size, width, arguments.world_size)
     # (address, bytes from row to row) of what a launch reads and writes
     arrays = (
         (x.data_ptr(), hidden_size * width),
@@ -146,12 +161,23 @@ def enqueue(arguments: Arguments, workspace: GpuWorkspace, stream: int) -> Resul
         _array(results.reduced, hidden_size),
         _array(results.rstd, 1),
     )
-    for first in range(0, rows, most):
-        count = min(most, rows - first)
-        launcher = _launcher(arguments, count, workspace)
+    for launcher, first, count in launches(arguments, rows, workspace):
         pointers = tuple(address + first * stride for address, stride in arrays)
         launcher.launch(pointers, count, eps, scale, stream)
     return results
+
+
+def launches(
+    arguments: Arguments, rows: int, workspace: GpuWorkspace
+) -> list[tuple[Launcher, int, int]]:
+    """The launches of a call of so many rows: the variant, its first row, its number of rows.
+
+    They depend on the rows and on what is the same in every call of a site, no more.
+    """
+    x = arguments.x
+    most = rows_per_launch(x.shape[-1], x.element_size(), arguments.world_size)
+    counts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
+    return [(_launcher(arguments, count, workspace), first, count) for first, count in counts]
 
 
 def _launcher(arguments: Arguments, rows: int, workspace: GpuWorkspace) -> Launcher:

@@ -37,6 +37,8 @@ _OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 #: `Cause` of the kernel.
 _TIMED_OUT: Final = 1
 _HOST_WORDS: Final = 1 + MAX_WORLD_SIZE
+#: No stream has this handle.
+NO_STREAM: Final = 2**64 - 1
 
 
 @dataclass
@@ -58,6 +60,8 @@ class GpuWorkspace:
         addresses: Of every rank's memory as mapped here, in rank order.
         lock: Held while a call is put into its stream, so that all of them are ordered.
         launchers: What `gpu_kernel` keeps of the variants in use.
+        stream_word: The stream of the last call, NO_STREAM before the first and after the
+            last. The launcher in C reads it: on another stream it leaves the call to Python.
     """
 
     group: dist.ProcessGroup
@@ -76,7 +80,7 @@ class GpuWorkspace:
     _handle: Any = None
     _host: torch.Tensor | None = None
     _host_words: Any = None
-    _last_stream: int = -1
+    stream_word: Any = field(default_factory=lambda: ctypes.c_uint64(NO_STREAM))
     _last_stream_object: Any = None
 
     @property
@@ -122,16 +126,17 @@ class GpuWorkspace:
         Within one capture that is an edge of the graph. Between a graph's replays and other
         work the order is the caller's; the kernel detects an overlap.
         """
-        if stream == self._last_stream:
+        last = self.stream_word.value
+        if stream == last:
             return
         current = torch.cuda.current_stream(self.device)
         if self._last_stream_object is not None:
             capturing = gpu_driver.is_capturing(stream)
-            if capturing == gpu_driver.is_capturing(self._last_stream):
+            if capturing == gpu_driver.is_capturing(last):
                 event = cast(Any, torch.cuda).Event()
                 event.record(self._last_stream_object)
                 current.wait_event(event)
-        self._last_stream, self._last_stream_object = stream, current
+        self.stream_word.value, self._last_stream_object = stream, current
 
     def close(self) -> None:
         """Give the memory up. Collective; graphs that were captured may not be replayed."""
@@ -140,6 +145,7 @@ class GpuWorkspace:
         torch.cuda.synchronize(self.device)
         agree(self.group, {}, equal=())  # no rank unmaps what another still writes to
         self.refusal = "the workspace was closed"
+        self.stream_word.value = NO_STREAM
         self.launchers.clear()
         self._memory = self._handle = None
 

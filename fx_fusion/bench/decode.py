@@ -16,7 +16,7 @@ Those on a GPU are timed as they are and, with " graph" in the name, replayed fr
 that was captured by hand. A figure is the median over rounds, and its quartiles, of the slowest
 rank's step: from its begin to the end of its last kernel. Host time is the clock's from call to
 return, without waiting for the GPU, of the slowest rank. Every output is compared with eager's,
-and fx_fusion's bit by bit between the ranks. Compilations are cold.
+and fx_fusion's bit by bit between the ranks. Compilations for a GPU are cold.
 
 Ranks that share a GPU should run side by side, under a user's MPS daemon (the environment's
 CUDA_MPS_PIPE_DIRECTORY); else they take turns, and the figures tell nothing. Such figures are

@@ -96,7 +96,8 @@ def measure(rank: int, _world_size: int, job: Job) -> list[dict[str, Measured]]:
         _enable_one_shot(group)
     found = []
     with torch.no_grad():
-        torch.compile(torch.neg)(torch.ones(8, device=device))  # loads the compiler itself
+        if job.device == "cuda":
+            torch.compile(torch.neg)(torch.ones(8, device=device))  # loads the compiler itself
         for shape, tokens in job.cells:
             with contextlib.ExitStack() as caches:
                 found.append(_cell(job, shape, tokens, group, device, caches))
@@ -192,7 +193,7 @@ def _compiled(
     group: dist.ProcessGroup,
     caches: contextlib.ExitStack,
 ) -> tuple[_Step, Measured]:
-    """Compile one candidate from nothing and run it once."""
+    """Compile one candidate, on a GPU from nothing, and run it once."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import fresh_cache
 
@@ -212,7 +213,8 @@ def _compiled(
         _meet(group)  # the code's kernels are loaded now, on every rank before any runs one
         return code
 
-    caches.enter_context(fresh_cache())
+    if job.device == "cuda":  # on the CPU it would compile the headers for each candidate
+        caches.enter_context(fresh_cache())
     saved = GraphLowering.save_output_code
     cast(Any, GraphLowering).save_output_code = sources.append
     fx_fusion.clear_reports()

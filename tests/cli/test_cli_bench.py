@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fx_fusion.bench import common, cpu, cpu_step, kernels, pass_cost
+from fx_fusion.bench import common, cpu, cpu_step, decode, kernels, pass_cost
 from fx_fusion.cli.app import app
 from fx_fusion.cli.bench import BENCHES, progress_file
 
 RUNNER = CliRunner()
-MODULES = (cpu, cpu_step, kernels, pass_cost)
+MODULES = (cpu, cpu_step, decode, kernels, pass_cost)
 STEP = cpu_step.Row(2, "bfloat16", 4, 2048, 8, 9, 9, 30.0, 20.0, 10.0, 2.0)
 
 

@@ -1,0 +1,74 @@
+"""The decode benchmark: a small run on the CPU, its table, and what it refuses."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fx_fusion.bench import common, decode
+from fx_fusion.bench.decode import BENCH, Row, ratio, table
+from fx_fusion.bench.decode_models import SHAPES
+
+ROW = Row(
+    "gpt-oss-20b",
+    "inductor graph",
+    *(2, 8, 2880, 4, 1024, "bfloat16"),
+    *(150.0, 148.0, 155.0, 9.0, 7.5, 0.25),
+    *(0, 0, 0.004, True),
+)
+ROWS = (
+    replace(ROW, candidate="inductor", median=600.0, host=580.0),
+    ROW,
+    replace(ROW, candidate="fx_fusion", median=300.0, host=290.0, sites=8, fused_sites=8),
+    replace(ROW, candidate="fx_fusion graph", median=120.0, sites=8, fused_sites=8),
+)
+
+
+def options_of(*words: str) -> Namespace:
+    return common.parser_of(BENCH, "").parse_args(list(words))
+
+
+def test_a_small_run_on_the_cpu_compares_the_candidates_with_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # without a trial of vector code, C++ compiles sooner
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    small = ("--layers", "1", "--cache-length", "8", "--rounds", "2", "--tokens", "3")
+    rows = BENCH.run(options_of("--device", "cpu", "--shapes", "tiny", *small), "")
+    assert [row.candidate for row in rows] == ["eager", "inductor", "fx_fusion"]
+    eager, inductor, fused = rows
+    assert (fused.fused_sites, fused.sites) == (2, 2)
+    assert fused.same_on_ranks
+    # without the roundings Inductor leaves out, but by no more than those
+    assert 0 < fused.difference < 0.02
+    assert eager.difference == eager.compile_seconds == 0
+    assert min(inductor.compile_seconds, fused.compile_seconds) > 0
+    assert all(0 < row.low <= row.median <= row.high for row in rows)
+
+
+def test_graphs_are_set_against_graphs_and_plain_steps_against_plain_steps() -> None:
+    assert [ratio(row, ROWS) for row in ROWS] == [2.0, 1.25, 1.0, 1.0]
+    shown = table(ROWS, options_of("--shapes", "gpt-oss-20b"))
+    by_name = {line[2]: dict(zip(shown.header, line, strict=True)) for line in shown.lines}
+    assert by_name["inductor graph"]["x"] == "1.25x"
+    assert by_name["inductor graph"]["us a step"] == "150.0 (148.0-155.0)"
+    assert by_name["fx_fusion"]["fused"] == "8/8"
+    assert by_name["fx_fusion"]["x"] == ""
+
+
+def test_the_shapes_split_over_2_and_4_ranks() -> None:
+    for size in (2, 4):
+        assert decode.cannot(options_of("--device", "cpu", "--world-size", str(size))) == ""
+    assert {shape.hidden_size for shape in SHAPES.values()} == {2880, 4096, 5120, 7168, 64}
+
+
+def test_what_it_cannot_run_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cause = decode.cannot(options_of("--device", "cpu", "--world-size", "3"))
+    assert cause.startswith("--world-size 3 doesn't divide the 8 key-value heads")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "--device cpu runs without one" in decode.cannot(options_of())

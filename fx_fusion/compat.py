@@ -53,6 +53,7 @@ __all__ = [
     "is_tracing",
     "mode_names",
     "mode_options",
+    "registered_groups",
     "reset_inductor",
     "run_post_grad_passes",
     "runs_post_grad_passes",
@@ -129,6 +130,17 @@ def all_group_sizes() -> dict[str, int]:
     from torch.distributed.distributed_c10d import _world
 
     return {str(name): int(group.size()) for group, name in _world.pg_names.items()}
+
+
+def registered_groups() -> dict[Any, Any]:
+    """The dictionary whose keys are the process groups that exist; destroyed ones leave it.
+
+    It is torch's own, so it may be kept and looked at later.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    groups: dict[Any, Any] = _world.pg_map
+    return groups
 
 
 def compile_scope() -> object | None:

@@ -15,7 +15,7 @@ import importlib.resources
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,7 +66,7 @@ def cpu_library() -> Build:
     """The kernel's library, built if it isn't in the cache. Never raises."""
     try:
         command, isa = _command()
-        path = _cached(command)
+        path = cached_library(command, _SOURCES, "cpu")
         return Build(ctypes.CDLL(str(path)), isa, path.name)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Build(None, cause=f"the CPU kernel could not be built: {_first_line(error)}")
@@ -99,13 +99,23 @@ def _command() -> tuple[list[str], str]:
     return command, str(isa) if isa else "scalar"
 
 
-def _cached(command: list[str]) -> Path:
+def cached_library(command: list[str], sources: Sequence[str], prefix: str) -> Path:
+    """The shared library that `command` makes of the last of `sources`, from the cache or built.
+
+    Args:
+        command: The compiler and its options, without source and target.
+        sources: Names of files in `csrc`; those before the last are included by it.
+        prefix: Begins the library's file name.
+
+    Raises:
+        OSError, RuntimeError, subprocess.SubprocessError: It can't be built.
+    """
     with _sources() as folder:
         key = hashlib.sha256(repr((command, torch.__version__)).encode())
         key.update(_compiler_version(command[0]).encode())
-        for source in _SOURCES:
+        for source in sources:
             key.update((folder / source).read_bytes())
-        target = cache_folder() / f"cpu_{key.hexdigest()[:24]}.so"
+        target = cache_folder() / f"{prefix}_{key.hexdigest()[:24]}.so"
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +123,7 @@ def _cached(command: list[str]) -> Path:
         os.close(handle)
         try:
             done = subprocess.run(
-                [*command, str(folder / _SOURCES[-1]), "-o", temporary],
+                [*command, str(folder / sources[-1]), "-o", temporary],
                 capture_output=True,
                 text=True,
                 timeout=BUILD_SECONDS,

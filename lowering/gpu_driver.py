@@ -28,7 +28,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", _Value)]
 
 
-class _Config(ctypes.Structure):
+class Config(ctypes.Structure):
     """`CUlaunchConfig`."""
 
     _fields_ = [
@@ -58,6 +58,11 @@ def _check(status: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
         raise DriverError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def launch_address() -> int:
+    """The address of cuLaunchKernelEx."""
+    return ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value or 0
 
 
 def current_context() -> ctypes.c_void_p:
@@ -130,7 +135,7 @@ class Function:
             self._attributes[count].value.words[2] = 1
             count += 1
         self._cluster = cluster
-        self._config = _Config(
+        self._config = Config(
             grid_x=cluster,
             grid_y=1,
             grid_z=1,
@@ -142,6 +147,21 @@ class Function:
         )
         self._config_pointer = ctypes.byref(self._config)
         self._launch: Any = driver.cuLaunchKernelEx
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle of the kernel."""
+        return self._function.value or 0
+
+    @property
+    def config(self) -> Config:
+        """How it is launched, but for the grid and the stream."""
+        return self._config
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self._cluster
 
     def clusters_at_once(self, multiprocessors: int) -> int:
         """Clusters (blocks, if a cluster is one) that so many multiprocessors hold at once."""

@@ -1,4 +1,4 @@
-"""What the kernels benchmark compares: each candidate as a function of one site's inputs.
+"""Which candidates the kernels benchmark compares, and what they keep for a whole run.
 
 A candidate that can't be made, or can't run at a size, is left out on all ranks alike and named
 with its cause; it never hides the others.
@@ -6,6 +6,7 @@ with its cause; it never hides the others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -14,53 +15,55 @@ import torch
 import torch.distributed as dist
 
 from fx_fusion.bench import kernel_flashinfer as flashinfer
-from fx_fusion.lowering.select import digest_of
-from fx_fusion.ops import all_reduce_add_rms_norm
+from fx_fusion.bench import kernel_links as links
+from fx_fusion.bench import kernel_steps as steps
+from fx_fusion.bench.kernel_steps import Candidate, Reduce
+from fx_fusion.lowering import select
 from fx_fusion.settings import FusionSettings
 
-EPS: Final = 1e-6
-#: x, residual, weight -> norm, new residual.
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 OURS: Final = "fx_fusion"
+#: One algorithm of ours at every size, whatever `select` chooses: name and algorithm.
+FORCED: Final = {"fx_fusion one-shot": "one-shot", "fx_fusion two-shot": "two-shot"}
+OWN_ALL_REDUCE: Final = "own all_reduce"
+#: torch's all_reduces over symmetric memory: name, and what makes it from memory and group name.
+SYMMETRIC: Final[dict[str, Callable[[torch.Tensor, str], Reduce]]] = {
+    "unfused copy": steps.copied_one_shot,
+    "unfused one kernel": steps.one_shot_that_copies,
+    "unfused two-shot": steps.copied_two_shot,
+    "unfused": steps.one_shot_in_place,
+}
+NCCL: Final = "nccl"
 #: Every candidate, in the order in which they are shown.
-NAMES: Final = (
-    OURS,
-    "own all_reduce",
-    *flashinfer.VARIANTS,
-    "unfused copy",
-    "unfused",
-    "unfused one kernel",
-    "unfused two-shot",
-    "nccl",
-)
+NAMES: Final = (OURS, *FORCED, OWN_ALL_REDUCE, *flashinfer.VARIANTS, *SYMMETRIC, NCCL)
 #: Those that do without fusion, from an x that lies anywhere.
-UNFUSED: Final = ("unfused copy", "unfused one kernel", "unfused two-shot", "nccl")
+UNFUSED: Final = ("unfused copy", "unfused one kernel", "unfused two-shot", NCCL)
+#: What each algorithm sends. The kernel that `select` chooses between two is not known here.
+_TRAFFIC: Final[dict[str, Callable[[int, int, int], links.Traffic]]] = {
+    "fx_fusion one-shot": links.push_one_shot,
+    "fx_fusion two-shot": links.push_two_shot,
+    "flashinfer one-shot": links.push_one_shot,
+    "flashinfer one-shot pdl": links.push_one_shot,
+    "flashinfer two-shot": links.flashinfer_two_shot,
+    "flashinfer two-shot pdl": links.flashinfer_two_shot,
+    "unfused copy": links.torch_one_shot,
+    "unfused": links.torch_one_shot,
+    "unfused one kernel": links.torch_one_shot,
+    "unfused two-shot": links.torch_two_shot,
+    NCCL: links.ring,
+}
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way through a site.
-
-    Attributes:
-        step: From (x, residual, weight) to (norm, new residual).
-        prepare: Called with x where the step reads x from elsewhere; then every step of a graph
-            reduces the same x.
-        warm_up: It has to run before it is captured.
-    """
-
-    step: Step
-    prepare: Callable[[torch.Tensor], object] | None = None
-    warm_up: bool = False
+def traffic(name: str, tokens: int, row_bytes: int, world_size: int) -> links.Traffic | None:
+    """What a candidate sends at a size; None where the size decides its algorithm."""
+    count = _TRAFFIC.get(name)
+    return None if count is None else count(tokens, row_bytes, world_size)
 
 
-def add_rms_norm(
-    reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What follows the all_reduce in a model, for Inductor to compile."""
-    hidden = reduced + residual
-    hidden32 = hidden.float()
-    normed = hidden32 * torch.rsqrt(hidden32.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * normed.to(hidden.dtype), hidden
+def plan_of(name: str) -> str:
+    """The op's `plan` argument of one of our candidates."""
+    if name in FORCED:
+        return str(cast(Any, select).forced_plan(FORCED[name]))
+    return select.digest_of(FusionSettings(kernel="fx_fusion"))
 
 
 @dataclass
@@ -87,6 +90,9 @@ class Candidates:
 
     def make(self) -> None:
         """Make the shared memory of all candidates; collective."""
+        for name in FORCED:
+            if self._wants(name) and not hasattr(select, "forced_plan"):
+                self.causes[name] = "this version can't force an algorithm"
         self._make_flashinfer()
         self._make_symmetric()
 
@@ -111,7 +117,7 @@ class Candidates:
             self.causes.update(dict.fromkeys(wanted, cause))
 
     def _make_symmetric(self) -> None:
-        wanted = [name for name in NAMES if name.startswith("unfused") and self._wants(name)]
+        wanted = [name for name in SYMMETRIC if self._wants(name)]
         if not wanted:
             return
         if self.dtype == torch.float16:
@@ -152,154 +158,46 @@ class Candidates:
             return self.causes[name]
         if name in flashinfer.VARIANTS:
             return self._flashinfer_cause(name, tokens, hidden_size)
-        if name == "nccl" and "nccl" not in str(cast(Any, dist).get_backend(self.group)):
+        if name == NCCL and "nccl" not in str(cast(Any, dist).get_backend(self.group)):
             return "the ranks share a GPU, which NCCL refuses"
-        if name == "unfused two-shot":
-            step = self.group.size() * 16 // self.dtype.itemsize
-            if tokens * hidden_size % step:
-                return f"torch's two-shot takes multiples of {step} elements"
+        if name == "fx_fusion two-shot" and self.group.size() == 2:
+            return "with two ranks it sends as much as one-shot"
+        if name == "unfused two-shot" and self.group.size() not in (2, 4, 8):
+            return f"torch has no two-shot for {self.group.size()} ranks"
         return ""
 
     def at(self, tokens: int, hidden_size: int) -> Iterator[tuple[str, Candidate]]:
-        """The candidates of one size; a step is first called when every rank has all of them."""
-        norm = torch.compile(add_rms_norm, dynamic=False)
-        makers = self._makers(tokens, hidden_size, norm)
+        """The candidates of one size; each is first run when every rank has all of them."""
         for name in NAMES:
             if name in self.names and not self.cause_at(name, tokens, hidden_size):
-                yield name, makers[name]()
+                yield name, self._candidate(name, tokens, hidden_size)
 
-    def _makers(
-        self, tokens: int, hidden_size: int, norm: Step
-    ) -> dict[str, Callable[[], Candidate]]:
-        group, name = self.group, str(self.group.group_name)
-        symmetric = torch.ops.symm_mem
-
-        def shared() -> torch.Tensor:
-            assert self._shared is not None
-            return self._shared[: tokens * hidden_size].view(tokens, hidden_size)
-
-        def copied() -> Candidate:
-            buffer = shared()
-
-            def step(
-                x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                buffer.copy_(x)
-                reduced = symmetric.one_shot_all_reduce(buffer, "sum", name)
-                return norm(reduced, residual, weight)
-
-            return Candidate(step)
-
-        def in_place() -> Candidate:
-            buffer = shared()
-
-            def step(
-                _: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                reduced = symmetric.one_shot_all_reduce(buffer, "sum", name)
-                return norm(reduced, residual, weight)
-
-            return Candidate(step, prepare=buffer.copy_)
-
-        def one_kernel() -> Candidate:
-            buffer = shared()
-
-            def step(
-                x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                reduced = symmetric.one_shot_all_reduce_copy(buffer, x, "sum", name)
-                return norm(reduced, residual, weight)
-
-            return Candidate(step)
-
-        def two_shot() -> Candidate:
-            buffer = shared()
-
-            def step(
-                x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                buffer.copy_(x)
-                reduced = torch.empty_like(x)
-                symmetric.two_shot_all_reduce_out(buffer, "sum", name, reduced)
-                return norm(reduced, residual, weight)
-
-            return Candidate(step)
-
-        def nccl() -> Candidate:
-            def step(
-                x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                reduced = x.clone()
-                dist.all_reduce(reduced, group=group)
-                return norm(reduced, residual, weight)
-
-            return Candidate(step, warm_up=True)  # NCCL connects the ranks when first used
-
-        made: dict[str, Callable[[], Candidate]] = {
-            OURS: lambda: Candidate(fused(group, "fx_fusion")),
-            "own all_reduce": lambda: Candidate(own_all_reduce(group, norm)),
-            "unfused copy": copied,
-            "unfused": in_place,
-            "unfused one kernel": one_kernel,
-            "unfused two-shot": two_shot,
-            "nccl": nccl,
-        }
-        if self._flashinfer is not None:
-            for variant, (one_shot, programmatic) in flashinfer.VARIANTS.items():
-                step = self._flashinfer.step(one_shot, programmatic)
-                made[variant] = lambda step=step: Candidate(step)  # type: ignore[misc]
-        return made
-
-
-def fused(group: dist.ProcessGroup, kernel: str) -> Step:
-    """The op, planned with this setting of `kernel`."""
-    name, size = str(group.group_name), group.size()
-    plan = digest_of(FusionSettings(kernel=cast(Any, kernel)))
-
-    def step(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, hidden, _, _ = all_reduce_add_rms_norm(
-            x,
-            residual,
-            weight,
-            None,
-            EPS,
-            name,
-            size,
-            norm_dtype=x.dtype,
-            want_residual=True,
-            plan=plan,
-        )
-        return norm, hidden
-
-    return step
-
-
-def own_all_reduce(group: dist.ProcessGroup, norm: Step) -> Step:
-    """The op as an all_reduce alone, then the compiled norm: what the protocol gains by itself."""
-    name, size = str(group.group_name), group.size()
-    plan = digest_of(FusionSettings(kernel="fx_fusion"))
-
-    def step(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        reduced = all_reduce_add_rms_norm(
-            x,
-            None,
-            None,
-            None,
-            EPS,
-            name,
-            size,
-            weight_form="none",
-            want_norm=False,
-            want_reduced=True,
-            plan=plan,
-        )[2]
-        return norm(reduced, residual, weight)
-
-    return step
+    def _candidate(self, name: str, tokens: int, hidden_size: int) -> Candidate:
+        if name == OURS or name in FORCED:
+            return Candidate(steps.fused(self.group, plan_of(name)))
+        if name in flashinfer.VARIANTS:
+            assert self._flashinfer is not None
+            one_shot, programmatic = flashinfer.VARIANTS[name]
+            return Candidate(
+                self._flashinfer.step(one_shot, programmatic),
+                # It reads the residual before it waits for the kernel ahead (before 0.7.1).
+                chained=not programmatic,
+                foreign=True,
+            )
+        norm = torch.compile(steps.add_rms_norm, dynamic=False)
+        if name == OWN_ALL_REDUCE:
+            reduce = steps.own_all_reduce(self.group, plan_of(name))
+            return Candidate(steps.unfused(reduce, norm))
+        if name == NCCL:
+            reduce = steps.group_all_reduce(self.group)
+            # NCCL connects the ranks when it is first used, which can't be captured.
+            return Candidate(steps.unfused(reduce, norm), warm_up=True)
+        assert self._shared is not None
+        shared = self._shared[: tokens * hidden_size].view(tokens, hidden_size)
+        reduce = SYMMETRIC[name](shared, str(self.group.group_name))
+        in_place = name == "unfused"
+        prepare = functools.partial(shared.copy_) if in_place else None
+        return Candidate(steps.unfused(reduce, norm), prepare=prepare)
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, str]:
@@ -312,8 +210,13 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def agreed(group: dist.ProcessGroup, cause: str) -> str:
-    """The causes of all ranks as one text, the same on every rank; "" if no rank has one."""
+    """The causes of all ranks as one text, the same on every rank; "" if no rank has one.
+
+    One text that all ranks have stands once.
+    """
     gathered: list[Any] = [None] * group.size()
     cast(Any, dist).all_gather_object(gathered, cause, group=group)
+    if len(set(gathered)) == 1:
+        return str(gathered[0])
     found = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text]
     return "; ".join(found)

@@ -1,4 +1,4 @@
-"""Times the candidates of the kernels benchmark: each checked, captured and replayed in turn."""
+"""Times the candidates of the kernels benchmark: each captured, checked and replayed in turn."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ import torch.distributed as dist
 
 from fx_fusion import prepare
 from fx_fusion.bench.common import count_cell
-from fx_fusion.bench.kernel_candidates import (
-    NAMES,
-    Candidate,
-    Candidates,
-    add_rms_norm,
-    agreed,
-    attempt,
+from fx_fusion.bench.kernel_candidates import NAMES, Candidates, agreed, attempt, traffic
+from fx_fusion.bench.kernel_graphs import (
+    ALONE,
+    COLD,
+    WARM,
+    Captured,
+    Gemms,
+    Inputs,
+    capture,
+    capture_gemms,
+    make_gemms,
+    make_inputs,
+    replay_microseconds,
+    wrong_results,
 )
+from fx_fusion.bench.kernel_steps import Candidate, add_rms_norm
 
-#: Ops of a graph.
-OPS: Final = 20
 #: Rounds that are replayed first and not counted.
 WARM_UP: Final = 2
 #: The largest difference from the reference, of its value and in itself, after one op. NCCL and
@@ -34,10 +40,12 @@ TOLERANCE: Final = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float
 
 @dataclass(frozen=True)
 class Cell:
-    """One candidate at one size; microseconds per op, not a number where it has a cause.
+    """One candidate at one size; microseconds per op, not a number where it wasn't measured.
 
     `median`, `low` and `high` are over rounds, of the slowest rank. `cause` says why the
-    candidate wasn't measured there.
+    candidate wasn't measured there, or what was wrong with its results. `between` says what
+    stands between the ops of the graph; with GEMMs, the figure is what the op adds to them.
+    `link_bytes`, `hops` and `link_us` are counted, not measured (`kernel_links`); -1 if unknown.
     """
 
     candidate: str
@@ -49,6 +57,10 @@ class Cell:
     low: float
     high: float
     cause: str = ""
+    between: str = ALONE
+    link_bytes: int = -1
+    hops: int = -1
+    link_us: float = -1.0
 
 
 class Job(NamedTuple):
@@ -59,99 +71,8 @@ class Job(NamedTuple):
     rounds: int
     names: Sequence[str]
     causes: dict[str, str]
+    in_model: bool = False
     progress: str = ""
-
-
-class Inputs(NamedTuple):
-    """One rank's inputs of a graph, and what comes out.
-
-    Attributes:
-        x: One partial sum for each op, another on every rank.
-        residual: The first op's, the same on every rank.
-        weight: The norm's.
-        first: Norm and residual of the first op.
-        last: Norm and residual of the last op, each op taking the residual of the one before.
-    """
-
-    x: list[torch.Tensor]
-    residual: torch.Tensor
-    weight: torch.Tensor
-    first: tuple[torch.Tensor, torch.Tensor]
-    last: tuple[torch.Tensor, torch.Tensor]
-
-
-def make_inputs(
-    tokens: int, hidden_size: int, dtype: torch.dtype, rank: int, world_size: int, device: str
-) -> Inputs:
-    """Random inputs; every rank makes those of all, to add them up in rank order."""
-
-    def random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    sources = [torch.Generator(device).manual_seed(1 + r) for r in range(world_size)]
-    common = torch.Generator(device).manual_seed(0)
-    residual, weight = random(common, tokens, hidden_size), random(common, hidden_size)
-    own: list[torch.Tensor] = []
-    results: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hidden = residual
-    for number in range(OPS):
-        total = torch.zeros(tokens, hidden_size, device=device)
-        for r, source in enumerate(sources):
-            part = random(source, tokens, hidden_size)
-            total += part
-            if r == rank:
-                own.append(part)
-        norm, hidden = add_rms_norm(total.to(dtype), hidden, weight)
-        if number in (0, OPS - 1):
-            results.append((norm, hidden))
-    return Inputs(own, residual, weight, results[0], results[-1])
-
-
-def difference(
-    given: tuple[torch.Tensor, torch.Tensor],
-    expected: tuple[torch.Tensor, torch.Tensor],
-    tolerance: float,
-) -> str:
-    """What differs by more than the tolerance, "" if nothing does."""
-    for name, one, two in zip(("norm", "residual"), given, expected, strict=True):
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return f"its {name} is {one.dtype} {tuple(one.shape)}"
-        wrong = ~torch.isclose(one.float(), two.float(), rtol=tolerance, atol=tolerance)
-        if count := int(wrong.sum()):
-            return f"{count} of {wrong.numel()} elements of its {name} are wrong"
-    return ""
-
-
-class Captured(NamedTuple):
-    """A graph, and what has to live as long as it.
-
-    Attributes:
-        graph: OPS ops, each with the residual of the one before.
-        first: Norm and residual of the first op, in the graph's memory.
-        last: Those of the last op.
-        candidate: Holds the memory that the graph reads and writes besides.
-    """
-
-    graph: Any
-    first: tuple[torch.Tensor, torch.Tensor]
-    last: tuple[torch.Tensor, torch.Tensor]
-    candidate: Candidate
-
-
-def capture(candidate: Candidate, inputs: Inputs) -> Captured:
-    """A graph of OPS ops; it doesn't run yet, but all that it needs is loaded."""
-    if candidate.warm_up:
-        candidate.step(inputs.x[0], inputs.residual, inputs.weight)
-        torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    results: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with torch.cuda.graph(graph):
-        hidden = inputs.residual
-        for number, x in enumerate(inputs.x):
-            norm, hidden = candidate.step(x, hidden, inputs.weight)
-            if number in (0, OPS - 1):
-                results.append((norm, hidden))
-    return Captured(graph, results[0], results[-1], candidate)
 
 
 class Meter:
@@ -159,13 +80,34 @@ class Meter:
 
     def __init__(self, candidates: Candidates, rounds: int) -> None:
         """Candidates whose shared memory is made."""
-        self.candidates = candidates
+        self.known = candidates
         self.group = candidates.group
         self.rounds = rounds
 
-    def cell(self, tokens: int, hidden_size: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Microseconds per op of each candidate, one figure a round, and causes of the others."""
-        known, dtype = self.candidates, self.candidates.dtype
+    def compile_norms(self) -> None:
+        """Compile the norm of every size, each rank a part, into the cache that they share."""
+        for number, (tokens, hidden_size) in enumerate(self.known.sizes):
+            if number % self.group.size() == self.group.rank():
+                sample = torch.zeros(tokens, hidden_size, dtype=self.known.dtype, device="cuda")
+                self._compile_norm(sample, sample, sample[0])
+        self._together()
+
+    def _compile_norm(
+        self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        torch._dynamo.reset()  # so that the number of sizes meets no limit
+        torch.compile(add_rms_norm, dynamic=False)(reduced, residual, weight)
+
+    def cell(
+        self, tokens: int, hidden_size: int, in_model: bool
+    ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+        """What was measured at one size.
+
+        Returns:
+            By what stands between the ops and by candidate, microseconds per op, one figure a
+            round; and the causes of the candidates that weren't measured or were wrong.
+        """
+        known, dtype = self.known, self.known.dtype
         causes = {
             name: cause
             for name in known.names
@@ -174,64 +116,77 @@ class Meter:
         inputs = make_inputs(
             tokens, hidden_size, dtype, self.group.rank(), self.group.size(), "cuda"
         )
-        self._load(tokens, hidden_size, inputs)
+        self._compile_norm(inputs.x[0], inputs.residual, inputs.weight)
+        prepare(self.group, max_tokens=tokens, hidden_size=hidden_size, dtype=dtype)
+        candidates = dict(known.at(tokens, hidden_size))
+        graphs = self._captured(candidates, inputs, None, causes)
+        # Only now does anything wait for a peer: ranks that share a GPU can neither load a
+        # kernel nor take memory while the kernel of another waits for them.
+        for name, candidate in candidates.items():
+            if name not in graphs:
+                continue
+            if cause := self._wrong(graphs[name], candidate, inputs):
+                causes[name] = cause
+                if not candidate.foreign:
+                    del graphs[name]
+        times = {ALONE: self._replay(graphs)}
+        right = {name: candidates[name] for name in graphs}
+        for between in (WARM, COLD) if in_model else ():
+            gemms = make_gemms(
+                tokens, hidden_size, dtype, self.group.size(), cold=between == COLD
+            )
+            self._together()
+            alone = capture_gemms(gemms)
+            around = self._captured(right, inputs, gemms, {})
+            times[between] = self._replay(around, alone)
+        return times, causes
+
+    def _captured(
+        self,
+        candidates: dict[str, Candidate],
+        inputs: Inputs,
+        gemms: Gemms | None,
+        causes: dict[str, str],
+    ) -> dict[str, Captured]:
+        """The graphs of the candidates that every rank could capture; the causes of the others."""
         graphs: dict[str, Captured] = {}
-        for name, candidate in known.at(tokens, hidden_size):
-            made, cause = attempt(functools.partial(capture, candidate, inputs))
+        for name, candidate in candidates.items():
+            made, cause = attempt(functools.partial(capture, candidate, inputs, gemms))
             if cause := agreed(self.group, cause):
                 causes[name] = cause
             else:
                 graphs[name] = made
-        # Only now does anything wait for a peer: ranks that share a GPU can neither load a
-        # kernel nor take memory while the kernel of another waits for them.
-        for name, made in list(graphs.items()):
-            if cause := self._wrong(made, inputs, TOLERANCE[dtype]):
-                causes[name] = cause
-                del graphs[name]
-        return self._replay(graphs), causes
-
-    def _load(self, tokens: int, hidden_size: int, inputs: Inputs) -> None:
-        """Compile and load what isn't loaded by a capture."""
-        torch._dynamo.reset()
-        prepare(
-            self.group,
-            max_tokens=tokens,
-            hidden_size=hidden_size,
-            dtype=self.candidates.dtype,
-        )
-        torch.compile(add_rms_norm, dynamic=False)(inputs.x[0], inputs.residual, inputs.weight)
-        self._together()
+        return graphs
 
     def _together(self) -> None:
         torch.cuda.synchronize()
         dist.barrier(self.group)
 
-    def _wrong(self, made: Captured, inputs: Inputs, tolerance: float) -> str:
+    def _wrong(self, made: Captured, candidate: Candidate, inputs: Inputs) -> str:
         """What a graph got wrong when it ran, on any rank; "" if nothing."""
-        if made.candidate.prepare:
-            made.candidate.prepare(inputs.x[0])
+        if candidate.prepare is not None:
+            candidate.prepare(inputs.x[0])
         self._together()
         made.graph.replay()
         torch.cuda.synchronize()
-        wrong = difference(made.first, inputs.first, tolerance)
-        if not wrong and made.candidate.prepare is None:
-            wrong = difference(made.last, inputs.last, 8 * tolerance)
-            wrong = wrong and f"after {OPS} ops, {wrong}"
-        return agreed(self.group, wrong)
+        tolerance = TOLERANCE[self.known.dtype]
+        return agreed(self.group, wrong_results(made, candidate, inputs, tolerance))
 
-    def _replay(self, graphs: dict[str, Captured]) -> dict[str, list[float]]:
-        events = [cast(Any, torch.cuda).Event(enable_timing=True) for _ in range(2)]
+    def _replay(
+        self, graphs: dict[str, Captured], without: Any = None
+    ) -> dict[str, list[float]]:
+        """Times of the graphs in turn, less that of the graph `without` the ops."""
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for number in range(self.rounds + WARM_UP):
+            base = 0.0
+            if without is not None:
+                self._together()
+                base = replay_microseconds(without)
             for name, made in graphs.items():
                 self._together()
-                made.graph.replay()  # brings the ranks into step
-                events[0].record()
-                made.graph.replay()
-                events[1].record()
-                torch.cuda.synchronize()
+                taken = replay_microseconds(made.graph) - base
                 if number >= WARM_UP:
-                    times[name].append(events[0].elapsed_time(events[1]) * 1000 / OPS)
+                    times[name].append(taken)
         return times
 
 
@@ -249,20 +204,47 @@ def rank_job(rank: int, world_size: int, job: Job) -> list[Cell]:
     )
     candidates.make()
     meter = Meter(candidates, job.rounds)
+    meter.compile_norms()
     cells: list[Cell] = []
     for tokens, hidden_size in job.sizes:
-        times, causes = meter.cell(tokens, hidden_size)
+        times, causes = meter.cell(tokens, hidden_size, job.in_model)
         gathered: list[Any] = [None] * world_size
         cast(Any, dist).all_gather_object(gathered, times, group=group)
-        at = (world_size, tokens, hidden_size, job.dtype)
-        for name in NAMES:
-            if name in times:
-                cells.append(Cell(name, *at, *slowest([own[name] for own in gathered])))
-            elif name in causes:
-                cells.append(Cell(name, *at, math.nan, math.nan, math.nan, causes[name]))
+        for between in times:
+            by_rank = [own[between] for own in gathered]
+            cells += cells_of(by_rank, causes, between, tokens, hidden_size, job)
         if rank == 0:
             count_cell(job.progress)
     return cells if rank == 0 else []
+
+
+def cells_of(
+    by_rank: Sequence[dict[str, list[float]]],
+    causes: dict[str, str],
+    between: str,
+    tokens: int,
+    hidden_size: int,
+    job: Job,
+) -> list[Cell]:
+    """The cells of one size, from every rank's times of each candidate."""
+    cells = []
+    world_size = len(by_rank)
+    row_bytes = hidden_size * getattr(torch, job.dtype).itemsize
+    for name in NAMES:
+        cause = causes.get(name, "")
+        if name in by_rank[0]:
+            figures = slowest([own[name] for own in by_rank])
+        elif cause and between == ALONE:
+            figures = (math.nan, math.nan, math.nan)
+        else:
+            continue
+        sent = traffic(name, tokens, row_bytes, world_size)
+        counted = (-1, -1, -1.0)
+        if sent is not None:
+            counted = (sent.sent, sent.hops, round(sent.microseconds, 3))
+        at = (world_size, tokens, hidden_size, job.dtype)
+        cells.append(Cell(name, *at, *figures, cause, between, *counted))
+    return cells
 
 
 def slowest(times: Sequence[Sequence[float]]) -> tuple[float, float, float]:

@@ -187,7 +187,11 @@ def _cpu_step(rows: Sequence[_Row]) -> Picture:
 
 def _kernels(rows: Sequence[_Row]) -> Picture:
     panels = []
-    measured = [row for row in rows if not row.get("cause")]
+    measured = [
+        row
+        for row in rows
+        if row["median"] != "nan" and row.get("between", "nothing") == "nothing"
+    ]
     for (world_size, dtype, hidden), cells in _grouped(
         measured, "world_size", "dtype", "hidden_size"
     ).items():

@@ -35,7 +35,7 @@ BENCHES: Final = {
     "cpu": ("cpu", "One site on CPU: our kernel beside Inductor and eager over gloo."),
     "cpu-step": ("cpu_step", "A whole step of a Llama-shaped model on CPU."),
     "decode": ("decode", "Decode steps of model shapes, Inductor's one-shot beside ours."),
-    "kernels": ("kernels", "The GPU kernel beside unfused candidates, in CUDA graphs."),
+    "kernels": ("kernels", "The GPU kernel beside FlashInfer and unfused, in CUDA graphs."),
     "pass-cost": ("pass_cost", "What the pass adds to a compilation, by layers."),
     "compile": ("pass_cost", "Another name of pass-cost."),
 }

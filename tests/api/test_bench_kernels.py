@@ -1,14 +1,26 @@
-"""The kernels benchmark's table and its command line, without a GPU."""
+"""The kernels benchmark's table, its summary and its command line, without a GPU."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 import pytest
 import torch
 
 from fx_fusion.bench.common import plain
-from fx_fusion.bench.kernels import Cell, main, table
+from fx_fusion.bench.kernel_candidates import FORCED, NAMES
+from fx_fusion.bench.kernel_graphs import ALONE
+from fx_fusion.bench.kernel_table import remarks, table
+from fx_fusion.bench.kernel_times import Cell, slowest
+from fx_fusion.bench.kernels import chosen, main
+
+OPTIONS = Namespace(world_size=2, dtype="bfloat16", rounds=15)
+
+
+def cell(name: str, median: float, cause: str = "", between: str = ALONE) -> Cell:
+    low, high = median - 0.1, median + 0.1
+    return Cell(name, 2, 8, 4096, "bfloat16", median, low, high, cause, between)
 
 
 def test_the_table_shows_medians_spread_and_how_often_faster_ours_is() -> None:
@@ -18,12 +30,73 @@ def test_the_table_shows_medians_spread_and_how_often_faster_ours_is() -> None:
         Cell("fx_fusion", 2, 64, 4096, "bfloat16", 5.0, 5.0, 5.0),
         Cell("unfused copy", 2, 64, 4096, "bfloat16", 4.0, 4.0, 4.0),
     ]
-    shown = table(cells, Namespace(world_size=2, dtype="bfloat16", rounds=15))
+    shown = table(cells, OPTIONS)
     first, second = shown.lines
     assert shown.header == ("tokens", "hidden", "fx_fusion", "unfused copy")
     assert first == ("8", "4096", "4.00 (3.9-4.2)", "10.00 (9.5-11.0) 2.50x")
     assert second[-1].endswith("0.80x")
     assert "4.00 (3.9-4.2)  10.00 (9.5-11.0) 2.50x" in plain(shown)
+    assert "best unfused from any x / fx_fusion, up to 64 tokens: geometric mean 1.41 of 2" in (
+        shown.note
+    )
+    assert "worst 0.80 (64x4096)" in shown.note
+
+
+def test_flashinfer_is_shown_by_the_best_of_its_variants() -> None:
+    cells = [
+        cell("fx_fusion", 3.0),
+        cell("flashinfer one-shot", 5.0),
+        cell("flashinfer one-shot pdl", 4.0, cause="3 of 9 elements of its norm are wrong"),
+        cell("flashinfer two-shot", math.nan, cause="too few tokens"),
+    ]
+    shown = table(cells, OPTIONS)
+    assert shown.header[2:] == ("fx_fusion", "flashinfer")
+    assert shown.lines[0][-1] == "4.00 (3.9-4.1) 1.33x"
+    assert (
+        "fx_fusion / best flashinfer, up to 64 tokens: geometric mean 0.75 of 1" in shown.note
+    )
+    assert remarks(cells) == [
+        "Timed, but wrong: flashinfer one-shot pdl at 8x4096: 3 of 9 elements of its norm are"
+        " wrong.",
+        "Not measured: flashinfer two-shot at 8x4096: too few tokens.",
+    ]
+
+
+def test_a_candidate_that_was_not_measured_hides_no_other() -> None:
+    cells = [cell("fx_fusion", math.nan, cause="it broke"), cell("unfused copy", 9.0)]
+    shown = table(cells, OPTIONS)
+    assert shown.header[2:] == ("unfused copy",)
+    assert shown.lines[0][-1] == "9.00 (8.9-9.1)"
+
+
+def test_what_stands_between_the_ops_has_lines_of_its_own() -> None:
+    cells = [
+        cell("fx_fusion", 3.0),
+        cell("unfused copy", 9.0),
+        cell("fx_fusion", 2.0, between="GEMMs, L2 cold"),
+        cell("unfused copy", 7.0, between="GEMMs, L2 cold"),
+    ]
+    shown = table(cells, OPTIONS)
+    assert shown.header[0] == "between ops"
+    assert [line[0] for line in shown.lines] == ["nothing", "GEMMs, L2 cold"]
+    assert "of 1 cells" in shown.note  # the summary is of the ops alone
+
+
+def test_a_cell_is_the_median_over_rounds_of_the_slowest_rank() -> None:
+    one, other = [1.0, 5.0, 2.0, 2.0, 2.0, 2.0, 2.0], [3.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0]
+    assert slowest([one, other])[0] == 4.0
+
+
+def test_candidates_are_chosen_by_name_or_by_its_beginning() -> None:
+    assert chosen("fx_fusion,flashinfer") == ["fx_fusion", *[n for n in NAMES if "flash" in n]]
+    assert chosen("nccl, unfused") == ["unfused", "nccl"]
+    assert chosen("fx_fusion o, fx_fusion t") == list(FORCED)
+    assert chosen(",".join(NAMES)) == list(NAMES)
+
+
+def test_an_unknown_candidate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--candidates", "magic"]) == 2
+    assert "choose from fx_fusion" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Everything that needs several real GPUs, in one call of under 8 minutes:
+#
+#     examples/multi_gpu_run.sh results/      # writes its tables and CSV files there
+#
+# It runs fx-fusion doctor, the GPU tests on distinct devices, and for each of the world sizes
+# 2, 4 and 8 that the machine has GPUs for, the benchmarks of the kernels and of a decode step,
+# both with NCCL among the candidates. Each step has a time limit; a step that fails or runs out
+# of time doesn't keep the others from running, and the exit status is 1 if there was one.
+#
+# NVLink multicast is left off, for NCCL (NVLS) and for torch's symmetric memory: what is
+# compared is what runs on every machine.
+#
+# PYTHON chooses the interpreter, LIMIT the seconds for everything (460).
+set -uo pipefail
+
+usage="usage: examples/multi_gpu_run.sh FOLDER"
+folder=${1:?$usage}
+mkdir -p "$folder" || exit 2
+folder=$(cd "$folder" && pwd)
+cd "$(dirname "$0")/.." || exit 2
+python=${PYTHON:-python3}
+deadline=$((SECONDS + ${LIMIT:-460}))
+failed=()
+
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+# The ranks have a GPU each; a daemon that lets them share one has no part in this.
+unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+
+# step SECONDS NAME COMMAND...: run it, show what it prints and keep that in FOLDER/NAME.txt
+step() {
+    local seconds=$1 name=$2 left=$((deadline - SECONDS)) start=$SECONDS status
+    shift 2
+    echo
+    echo "== $name: $*"
+    if ((left < 15)); then
+        echo "== $name: not run, the time is up"
+        failed+=("$name")
+        return
+    fi
+    ((seconds < left)) || seconds=$left
+    # The command ends by itself with a report; the signal is for one that hangs.
+    timeout --kill-after=5 "$seconds" "$@" 2>&1 </dev/null | tee "$folder/$name.txt"
+    status=${PIPESTATUS[0]}
+    if ((status)); then
+        failed+=("$name")
+        echo "== $name: failed with status $status after $((SECONDS - start)) s"
+    else
+        echo "== $name: $((SECONDS - start)) s"
+    fi
+}
+
+if ! gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())'); then
+    echo "$python has no torch; set PYTHON to one that has it and fx_fusion." >&2
+    exit 2
+fi
+if ((gpus < 2)); then
+    echo "torch sees $gpus GPU(s); this needs 2 or more." >&2
+    exit 2
+fi
+worlds=()
+selected=""  # an expression for pytest: no test of more ranks than GPUs
+for world in 2 3 4 8; do
+    if ((world > gpus)); then
+        selected+="${selected:+ and }not [$world- and not -$world]"
+    elif ((world != 3)); then
+        worlds+=("$world")
+    fi
+done
+
+"$python" - <<'PY'
+import platform
+import torch
+nccl = ".".join(map(str, torch.cuda.nccl.version()))
+names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+print(f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, torch {torch.__version__},")
+print(f"CUDA {torch.version.cuda}, Python {platform.python_version()}, NCCL {nccl};")
+print("NVLS (NVLink multicast): off, by NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+PY
+
+if "$python" -c 'import typer, rich' 2>/dev/null; then
+    step 40 doctor "$python" -m fx_fusion.cli doctor
+else
+    step 40 doctor "$python" -m fx_fusion.doctor
+fi
+
+# What is left is shared: a third for the tests, the rest for the benchmarks of each world size.
+left=$((deadline - SECONDS))
+step $((left / 3)) tests "$python" -m pytest -q -m gpu -k "$selected" \
+    tests/gpu tests/lowering/test_op_gpu.py tests/api/test_explain_gpu.py
+
+tokens=1,8,32
+((${#worlds[@]} == 1)) || tokens=8
+left=$((deadline - SECONDS))
+for world in "${worlds[@]}"; do
+    share=$((left / ${#worlds[@]}))
+    limit=$((2 * share / 5))
+    step "$limit" "kernels_$world" "$python" -m fx_fusion.bench.kernels \
+        --world-size "$world" --tokens 1,8,32,128 --hidden-size 2880,4096,8192 \
+        --timeout $((limit > 20 ? limit - 8 : limit)) --csv "$folder/kernels_$world.csv"
+    limit=$((3 * share / 5))
+    step "$limit" "decode_$world" "$python" -m fx_fusion.bench.decode \
+        --world-size "$world" --shapes gpt-oss-20b --layers 2 --tokens "$tokens" \
+        --timeout $((limit > 20 ? limit - 8 : limit)) --csv "$folder/decode_$world.csv"
+done
+
+echo
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
+echo "all steps passed in $SECONDS s; the files are in the folder given"

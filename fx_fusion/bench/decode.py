@@ -26,12 +26,16 @@ for regressions: there is no link between the ranks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
+import pickle
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -40,6 +44,7 @@ from fx_fusion.bench import common
 from fx_fusion.bench.common import Bench, Table, add_dtype, add_number, add_numbers
 from fx_fusion.bench.decode_models import SHAPES
 from fx_fusion.bench.decode_rank import FUSED, GRAPH, Job, Measured, measure
+from fx_fusion.errors import SpawnError
 from fx_fusion.settings import KERNELS
 from fx_fusion.testing import spawn
 
@@ -114,28 +119,46 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
     if options.device == "cuda" and torch.cuda.device_count() < options.world_size:
         # Ranks that share a GPU can't load a kernel while one of another waits for them.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    job = Job(
-        device=options.device,
-        dtype=options.dtype,
-        layers=options.layers,
-        cache_length=options.cache_length,
-        rounds=options.rounds,
-        kernel=options.kernel,
-        cells=cells_of(options),
-        progress=progress,
-    )
-    ranks: list[list[dict[str, Measured]]] = spawn(
-        measure,
-        options.world_size,
-        device=options.device,
-        timeout=options.timeout,
-        args=(job,),
-    )
-    return [
-        _row(options, shape, tokens, name, [rank[index][name] for rank in ranks])
-        for index, (shape, tokens) in enumerate(cells_of(options))
-        for name in ranks[0][index]
-    ]
+    with tempfile.TemporaryDirectory(prefix="fx_fusion_bench_") as folder:
+        job = Job(
+            device=options.device,
+            dtype=options.dtype,
+            layers=options.layers,
+            cache_length=options.cache_length,
+            rounds=options.rounds,
+            kernel=options.kernel,
+            cells=cells_of(options),
+            results=str(Path(folder) / "results"),
+            progress=progress,
+        )
+        try:
+            spawn(
+                measure,
+                options.world_size,
+                device=options.device,
+                timeout=options.timeout,
+                args=(job,),
+            )
+        except SpawnError as error:
+            rows = _rows(options, Path(job.results))
+            if not rows:
+                raise
+            shown = common.plain(table(rows, options))
+            raise SpawnError(f"{error}\n\nMeasured before that:\n{shown}") from None
+        return _rows(options, Path(job.results))
+
+
+def _rows(options: argparse.Namespace, path: Path) -> list[Row]:
+    """The rows of the cells that are done, from the file that rank 0 has written."""
+    rows: list[Row] = []
+    with contextlib.suppress(FileNotFoundError, EOFError), path.open("rb") as file:
+        for shape, tokens in cells_of(options):
+            ranks: list[dict[str, Measured]] = pickle.load(file)
+            rows += [
+                _row(options, shape, tokens, name, [rank[name] for rank in ranks])
+                for name in ranks[0]
+            ]
+    return rows
 
 
 def _row(

@@ -9,6 +9,8 @@ its code first runs, and memory is taken and given to torch's allocator ahead of
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,7 +50,8 @@ _Step = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told; the fields are the benchmark's options."""
+    """What every rank is told: the benchmark's options, and the file to which rank 0 adds each
+    cell's results, so that a cell that fails doesn't take the others' with it."""
 
     device: str
     dtype: str
@@ -57,6 +60,7 @@ class Job:
     rounds: int
     kernel: str
     cells: Sequence[tuple[str, int]]
+    results: str
     progress: str = ""
 
 
@@ -85,7 +89,7 @@ class Measured:
     same_on_ranks: bool = True
 
 
-def measure(rank: int, _world_size: int, job: Job) -> list[dict[str, Measured]]:
+def measure(rank: int, world_size: int, job: Job) -> None:
     """Measure every cell on this rank; the order of candidates is the same on all ranks."""
     group = dist.group.WORLD
     assert group is not None
@@ -94,16 +98,21 @@ def measure(rank: int, _world_size: int, job: Job) -> list[dict[str, Measured]]:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a kernel for each new shape
         _enable_one_shot(group)
-    found = []
     with torch.no_grad():
         if job.device == "cuda":
             torch.compile(torch.neg)(torch.ones(8, device=device))  # loads the compiler itself
-        for shape, tokens in job.cells:
+        for number, (shape, tokens) in enumerate(job.cells):
+            # Inductor takes the ids of its symmetric-memory buffers from Python's generator, whose
+            # state a compilation restores: two sizes would get one id, which torch refuses.
+            random.seed(number)
             with contextlib.ExitStack() as caches:
-                found.append(_cell(job, shape, tokens, group, device, caches))
+                measured = _cell(job, shape, tokens, group, device, caches)
+            ranks: list[Any] = [None] * world_size
+            cast(Any, dist).all_gather_object(ranks, measured, group=group)
             if rank == 0:
+                with open(job.results, "ab") as file:
+                    pickle.dump(ranks, file)
                 count_cell(job.progress)
-    return found
 
 
 def _enable_one_shot(group: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from argparse import Namespace
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ import torch
 from fx_fusion.bench import common, decode
 from fx_fusion.bench.decode import BENCH, Row, ratio, table
 from fx_fusion.bench.decode_models import SHAPES
+from fx_fusion.bench.decode_rank import Job, Measured
+from fx_fusion.errors import SpawnError
 
 ROW = Row(
     "gpt-oss-20b",
@@ -47,6 +50,21 @@ def test_a_small_run_on_the_cpu_compares_the_candidates_with_eager(
     assert eager.difference == eager.compile_seconds == 0
     assert min(inductor.compile_seconds, fused.compile_seconds) > 0
     assert all(0 < row.low <= row.median <= row.high for row in rows)
+
+
+def test_what_was_measured_before_a_failure_is_shown_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def spawn(function: object, world_size: int, *, args: tuple[Job], **_: object) -> None:
+        ours = {"fx_fusion": Measured(step=[2.0, 3.0, 4.0], host=[1.0, 1.0, 1.0])}
+        with open(args[0].results, "wb") as file:
+            pickle.dump([ours] * world_size, file)
+        raise SpawnError("rank 1 was lost")
+
+    monkeypatch.setattr(decode, "spawn", spawn)
+    words = ("--device", "cpu", "--shapes", "tiny", "--tokens", "5,6")
+    with pytest.raises(SpawnError, match=r"(?s)rank 1 was lost.*before that.*3\.0 \(2\.0-4\.0"):
+        BENCH.run(options_of(*words), "")
 
 
 def test_graphs_are_set_against_graphs_and_plain_steps_against_plain_steps() -> None:

@@ -174,7 +174,7 @@ class Candidates:
 
     def _candidate(self, name: str, tokens: int, hidden_size: int) -> Candidate:
         if name == OURS or name in FORCED:
-            return Candidate(steps.fused(self.group, plan_of(name)))
+            return Candidate(steps.fused(self.group, plan_of(name)), exact=True)
         if name in flashinfer.VARIANTS:
             assert self._flashinfer is not None
             one_shot, programmatic = flashinfer.VARIANTS[name]
@@ -182,12 +182,13 @@ class Candidates:
                 self._flashinfer.step(one_shot, programmatic),
                 # It reads the residual before it waits for the kernel ahead (before 0.7.1).
                 chained=not programmatic,
+                exact=True,
                 foreign=True,
             )
         norm = torch.compile(steps.add_rms_norm, dynamic=False)
         if name == OWN_ALL_REDUCE:
             reduce = steps.own_all_reduce(self.group, plan_of(name))
-            return Candidate(steps.unfused(reduce, norm))
+            return Candidate(steps.unfused(reduce, norm), exact=True)
         if name == NCCL:
             reduce = steps.group_all_reduce(self.group)
             # NCCL connects the ranks when it is first used, which can't be captured.

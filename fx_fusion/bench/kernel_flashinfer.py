@@ -38,6 +38,8 @@ WORLD_SIZES: Final = (2, 4, 8, 16)
 #: Ranks times tokens up to which its waiting blocks surely fit a GPU that the ranks share: 256
 #: hung at world size 4.
 SHARED_GPU_LIMIT: Final = 128
+#: Below it, two-shot isn't run: it took 17 to 68 us there with 2 GPUs, one-shot 5 to 6.
+TWO_SHOT_TOKENS: Final = 64
 #: Bytes that all ranks' rows may take: it computes offsets in 32-bit integers.
 MOST_BYTES: Final = 2**30 - 1
 _MODULE: Final = "flashinfer.comm.trtllm_ar"
@@ -91,6 +93,10 @@ def cell_cause(
         return f"its rows are multiples of 16 bytes, not {hidden_size * element_size}"
     if not one_shot and tokens <= world_size:
         return f"its two-shot needs more tokens than ranks, not {tokens} for {world_size}"
+    if not one_shot and tokens < TWO_SHOT_TOKENS:
+        return (
+            f"its two-shot is measured from {TWO_SHOT_TOKENS} tokens on; below it is far slower"
+        )
     if world_size * tokens * hidden_size * element_size > MOST_BYTES:
         return "all ranks' rows together are 1 GiB or more"
     if shares_gpu and world_size * tokens > SHARED_GPU_LIMIT:

@@ -28,6 +28,7 @@ class Candidate:
             reduces the same x.
         warm_up: It has to run before it is captured.
         chained: A graph's steps take the residual of the one before; else all take the first.
+        exact: It adds up over ranks in fp32 in rank order, so its residual has no slack.
         foreign: Another library's kernel, which is timed even if its results are wrong.
     """
 
@@ -35,6 +36,7 @@ class Candidate:
     prepare: Callable[[torch.Tensor], object] | None = None
     warm_up: bool = False
     chained: bool = True
+    exact: bool = False
     foreign: bool = False
 
 

@@ -15,7 +15,7 @@ import torch
 from fx_fusion.bench import kernel_flashinfer as flashinfer
 from fx_fusion.bench.common import Table
 from fx_fusion.bench.kernel_candidates import NAMES, OURS, UNFUSED
-from fx_fusion.bench.kernel_graphs import ALONE, OPS
+from fx_fusion.bench.kernel_graphs import ALONE
 from fx_fusion.bench.kernel_times import Cell
 
 #: The table's name of the fastest variant.
@@ -63,7 +63,7 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
     with_gemms = any(line.between != ALONE for line in lines)
     return Table(
         f"world size {options.world_size}, {options.dtype}, us per op: median (quartiles) of"
-        f" {options.rounds} replays of a graph of {OPS} ops, maximum over ranks, L2 warm",
+        f" {options.rounds} replays of a graph of {_ops(cells)} ops, maximum over ranks, L2 warm",
         (*(["between ops"] if with_gemms else []), "tokens", "hidden", *names),
         tuple(
             (
@@ -76,6 +76,10 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
         ),
         "\n".join(notes),
     )
+
+
+def _ops(cells: Sequence[Cell]) -> str:
+    return " or ".join(str(ops) for ops in sorted({cell.ops for cell in cells}, reverse=True))
 
 
 def _text(line: Line, name: str) -> str:

@@ -18,6 +18,7 @@ from fx_fusion.bench.kernel_candidates import NAMES, Candidates, agreed, attempt
 from fx_fusion.bench.kernel_graphs import (
     ALONE,
     COLD,
+    OPS,
     WARM,
     Captured,
     Gemms,
@@ -26,6 +27,7 @@ from fx_fusion.bench.kernel_graphs import (
     capture_gemms,
     make_gemms,
     make_inputs,
+    ops_of,
     replay_microseconds,
     wrong_results,
 )
@@ -33,9 +35,6 @@ from fx_fusion.bench.kernel_steps import Candidate, add_rms_norm
 
 #: Rounds that are replayed first and not counted.
 WARM_UP: Final = 2
-#: The largest difference from the reference, of its value and in itself, after one op. NCCL and
-#: torch's kernels may round at each addition.
-TOLERANCE: Final = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Cell:
     candidate wasn't measured there, or what was wrong with its results. `between` says what
     stands between the ops of the graph; with GEMMs, the figure is what the op adds to them.
     `link_bytes`, `hops` and `link_us` are counted, not measured (`kernel_links`); -1 if unknown.
+    `ops` are those of the graph.
     """
 
     candidate: str
@@ -61,6 +61,7 @@ class Cell:
     link_bytes: int = -1
     hops: int = -1
     link_us: float = -1.0
+    ops: int = OPS
 
 
 class Job(NamedTuple):
@@ -129,16 +130,17 @@ class Meter:
                 causes[name] = cause
                 if not candidate.foreign:
                     del graphs[name]
-        times = {ALONE: self._replay(graphs)}
+        ops = len(inputs.x)
+        times = {ALONE: self._replay(graphs, ops)}
         right = {name: candidates[name] for name in graphs}
         for between in (WARM, COLD) if in_model else ():
             gemms = make_gemms(
                 tokens, hidden_size, dtype, self.group.size(), cold=between == COLD
             )
             self._together()
-            alone = capture_gemms(gemms)
+            alone = capture_gemms(gemms, ops)
             around = self._captured(right, inputs, gemms, {})
-            times[between] = self._replay(around, alone)
+            times[between] = self._replay(around, ops, alone)
         return times, causes
 
     def _captured(
@@ -169,11 +171,10 @@ class Meter:
         self._together()
         made.graph.replay()
         torch.cuda.synchronize()
-        tolerance = TOLERANCE[self.known.dtype]
-        return agreed(self.group, wrong_results(made, candidate, inputs, tolerance))
+        return agreed(self.group, wrong_results(made, candidate, inputs))
 
     def _replay(
-        self, graphs: dict[str, Captured], without: Any = None
+        self, graphs: dict[str, Captured], ops: int, without: Any = None
     ) -> dict[str, list[float]]:
         """Times of the graphs in turn, less that of the graph `without` the ops."""
         times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -181,10 +182,10 @@ class Meter:
             base = 0.0
             if without is not None:
                 self._together()
-                base = replay_microseconds(without)
+                base = replay_microseconds(without, ops)
             for name, made in graphs.items():
                 self._together()
-                taken = replay_microseconds(made.graph) - base
+                taken = replay_microseconds(made.graph, ops) - base
                 if number >= WARM_UP:
                     times[name].append(taken)
         return times
@@ -243,7 +244,7 @@ def cells_of(
         if sent is not None:
             counted = (sent.sent, sent.hops, round(sent.microseconds, 3))
         at = (world_size, tokens, hidden_size, job.dtype)
-        cells.append(Cell(name, *at, *figures, cause, between, *counted))
+        cells.append(Cell(name, *at, *figures, cause, between, *counted, ops_of(tokens)))
     return cells
 
 

@@ -2,12 +2,12 @@
 
     python -m fx_fusion.bench.kernels --world-size 2 --csv kernels.csv
 
-Every candidate of a cell is captured as a graph of 20 ops, each with its own input and the
-residual of the one before. Its results are compared with the sum in rank order; a candidate that
-is wrong, or can't run, is named with its cause and not timed. The graphs are replayed in turn,
-so that all see the same machine. A round's figure is the time of one replay divided by 20, the
-maximum over ranks; a cell shows the median over rounds and the spread (quartiles). The L2 cache
-is warm.
+Every candidate of a cell is captured as a graph of 20 ops (4 beyond 256 tokens), each with its
+own input and the residual of the one before. Its results are compared with the sum in rank order,
+bit by bit or within what rounding can explain; a candidate that is wrong, or can't run, is named
+with its cause and not timed. The graphs are replayed in turn, so that all see the same machine. A
+round's figure is the time of one replay divided by its ops, the maximum over ranks; a cell shows
+the median over rounds and the spread (quartiles). The L2 cache is warm.
 
 Candidates:
 

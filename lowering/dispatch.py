@@ -14,16 +14,12 @@ import torch.distributed as dist
 from fx_fusion.lowering import unfused
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
-from fx_fusion.lowering.select import (
-    asks_for_unfused,
-    cpu_takes,
-    full_plan,
-    gpu_max_tokens,
-    kernel_of,
-)
+from fx_fusion.lowering.gpu_select import gpu_algorithm, gpu_limits
+from fx_fusion.lowering.select import asks_for_unfused, cpu_takes, full_plan, kernel_of
 
 if TYPE_CHECKING:
     from fx_fusion.lowering.cpu_workspace import CpuWorkspace
+    from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 
 
 def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
@@ -35,25 +31,52 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
             from fx_fusion.lowering import cpu_kernel
 
             return cpu_kernel.run(arguments, workspace)
-    if x.device.type == "cuda" and x.numel() and _gpu_limit(arguments) > 0:
-        from fx_fusion.lowering import gpu_kernel, gpu_workspace
+    if x.device.type == "cuda":
+        gpu = gpu_workspace_for(arguments, group)
+        if gpu is not None:
+            from fx_fusion.lowering import gpu_kernel
 
-        # Made at the first call whatever its size: a smaller one may come under capture.
-        gpu = gpu_workspace.gpu_workspace(group, x.device)
-        if gpu.usable and x.numel() <= _gpu_limit(arguments) * x.shape[-1]:
-            return gpu_kernel.run(arguments, gpu)
+            return gpu_kernel.run(arguments, gpu, gpu_algorithm_for(arguments))
     return unfused.run(arguments, group)
 
 
-def _gpu_limit(arguments: Arguments) -> int:
-    """The tokens up to which the GPU kernel takes this site; 0 for none."""
+def gpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> GpuWorkspace | None:
+    """The group's memory if this call runs on a GPU kernel, made now if need be; else None."""
     x = arguments.x
-    return gpu_max_tokens(
+    if x.numel() == 0 or not gpu_may_take(arguments):
+        return None
+    from fx_fusion.lowering.gpu_workspace import gpu_workspace
+
+    # Made at the first call whatever its size: a smaller one may come under capture.
+    workspace = gpu_workspace(group, x.device)
+    taken = workspace.usable and gpu_algorithm_for(arguments) != "unfused"
+    return workspace if taken else None
+
+
+def gpu_may_take(arguments: Arguments) -> bool:
+    """True if a GPU kernel of ours takes calls of this site, if only those of few tokens."""
+    x = arguments.x
+    limits = gpu_limits(
         kernel_of(arguments.plan),
         device_arch(x.device),
         arguments.world_size,
         x.dtype,
         x.shape[-1],
+        arguments.deterministic,
+    )
+    return max(limits) > 0
+
+
+def gpu_algorithm_for(arguments: Arguments) -> str:
+    """How this call runs on a GPU: "one-shot", "two-shot" or "unfused"; equal on all ranks."""
+    x = arguments.x
+    return gpu_algorithm(
+        kernel_of(arguments.plan),
+        device_arch(x.device),
+        arguments.world_size,
+        x.dtype,
+        x.shape[-1],
+        x.numel() // x.shape[-1],
         arguments.deterministic,
     )
 

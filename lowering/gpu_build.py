@@ -1,27 +1,28 @@
-"""Compile the GPU kernels at run time with NVRTC, which comes with CUDA builds of torch.
+"""Machine code of the GPU kernels, compiled at run time and kept on disk.
 
-No nvcc, no headers but our own. The machine code is cached on disk by the hash of source, options and
-compiler version, so each variant is compiled once a machine, in a few tenths of a second.
+NVRTC or hipRTC does it (`runtime_compiler`), so no headers but our own are read. The cache's key
+is a hash of sources, options and compiler version: each variant is compiled once a machine, in
+a few tenths of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
-import importlib
 import importlib.resources
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from fx_fusion.lowering.cpu_build import cache_folder
 from fx_fusion.lowering.gpu_variant import Variant
+from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, RuntimeCompiler
 
 
 class Kernel(NamedTuple):
@@ -34,6 +35,8 @@ class Kernel(NamedTuple):
 #: By algorithm, as `Variant.algorithm` names it.
 KERNELS: Final = {
     "one-shot": Kernel("fx_fusion_one_shot", "gpu_one_shot.cu"),
+    "two-shot": Kernel("fx_fusion_two_shot", "gpu_two_shot.cu"),
+    "local": Kernel("fx_fusion_local", "gpu_local.cu"),
 }
 #: What the sources include.
 HEADERS: Final = (
@@ -44,34 +47,102 @@ HEADERS: Final = (
     "gpu_epilogue.h",
 )
 #: Rounding is part of the contract: no contraction into fused multiply-adds.
-_OPTIONS: Final = ("-std=c++17", "-default-device", "-fmad=false")
+_NVRTC_OPTIONS: Final = ("-std=c++17", "-default-device", "-fmad=false", "--ptxas-options=-v")
+_HIPRTC_OPTIONS: Final = ("-std=c++17", "-O3", "-ffp-contract=off")
 
 
-class BuildError(RuntimeError):
-    """The kernel couldn't be compiled; the message is the compiler's."""
+class Resources(NamedTuple):
+    """What a thread of a kernel takes: registers, and bytes of stack and of spilled registers."""
+
+    registers: int
+    stack_bytes: int
+    spilled_bytes: int
+
+
+class Build(NamedTuple):
+    """A compiled variant; `resources` is None where the compiler doesn't say (AMD)."""
+
+    code: bytes
+    resources: Resources | None
 
 
 def machine_code(variant: Variant, arch: str) -> bytes:
-    """The cubin of a variant for an arch such as "sm_90", from the cache or the compiler.
+    """The code of a variant for an arch such as "sm_90" or "gfx942", from the cache or compiled.
 
     Raises:
-        BuildError: There is no NVRTC, or it refuses the source.
+        BuildError: There is no compiler, or it refuses the source.
     """
-    options = (f"--gpu-architecture={arch}", *_OPTIONS, *variant.macros())
-    facts = (variant.algorithm, options, source_hash(), nvrtc_version())
+    facts = (
+        variant.algorithm,
+        options_of(variant, arch),
+        source_hash(),
+        compiler_for(arch).version,
+    )
     key = hashlib.sha256(repr(facts).encode())
-    target = cache_folder() / f"gpu_{key.hexdigest()[:24]}.cubin"
+    target = cache_folder() / f"gpu_{key.hexdigest()[:24]}.{arch}"
     with contextlib.suppress(OSError):
         return target.read_bytes()
-    code = compile_with_nvrtc(options, variant.algorithm)
+    code = compile_variant(variant, arch).code
     with contextlib.suppress(OSError):  # a read-only or full disk only costs time
         _write(target, code)
     return code
 
 
+def compile_variant(variant: Variant, arch: str) -> Build:
+    """Compile a variant; the cache is not looked at.
+
+    Where NVIDIA's assembler has to spill registers, the variant is compiled again for fewer
+    blocks on a multiprocessor, and so with more registers, until it needn't.
+
+    Raises:
+        BuildError: There is no compiler, or it refuses the source.
+    """
+    texts, name = sources(), KERNELS[variant.algorithm].source
+    headers = {header: texts[header] for header in HEADERS}
+    while True:
+        code, log = compiler_for(arch).compile(
+            texts[name], name, headers, options_of(variant, arch)
+        )
+        used = _resources(log)
+        if used is None or used.stack_bytes + used.spilled_bytes == 0 or variant.blocks == 1:
+            return Build(code, used)
+        variant = variant._replace(blocks=variant.blocks // 2)
+
+
+def _resources(log: str) -> Resources | None:
+    """From the verbose log of NVIDIA's assembler; None if there is none."""
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    if spills is None or registers is None:
+        return None
+    return Resources(int(registers.group(1)), int(spills.group(1)), int(spills.group(2)))
+
+
+def compiler_for(arch: str) -> RuntimeCompiler:
+    """hipRTC for AMD's archs ("gfx942"), NVRTC for the others."""
+    return HIPRTC if arch.startswith("gfx") else NVRTC
+
+
+def options_of(variant: Variant, arch: str) -> tuple[str, ...]:
+    """What the compiler is told."""
+    if arch.startswith("gfx"):
+        return (f"--offload-arch={arch}", *_HIPRTC_OPTIONS, *variant.macros())
+    return (f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *variant.macros())
+
+
+def compiler_version() -> str:
+    """The compiler that torch's build calls for, "NVRTC 13.0"; ranks have to agree on it.
+
+    Raises:
+        BuildError: There is none.
+    """
+    compiler = HIPRTC if torch.version.hip else NVRTC
+    return f"{compiler.name} {compiler.version}"
+
+
 def _write(target: Path, code: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".cubin", dir=target.parent)
+    handle, temporary = tempfile.mkstemp(suffix=target.suffix, dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(code)
@@ -95,82 +166,6 @@ def source_hash() -> str:
     return hashlib.sha256("\0".join(sources().values()).encode()).hexdigest()[:12]
 
 
-@functools.cache
 def nvrtc_version() -> str:
-    """The compiler's version, "13.0"."""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
-    return f"{major.value}.{minor.value}"
-
-
-def compile_with_nvrtc(options: tuple[str, ...], algorithm: str) -> bytes:
-    """Compile an algorithm's kernel with these options; the cache is not looked at.
-
-    Args:
-        options: Of NVRTC: the arch, `-D` for each macro, and what rounding needs.
-        algorithm: A key of KERNELS.
-
-    Raises:
-        BuildError: There is no NVRTC, or it refuses the source; the message is its log.
-    """
-    nvrtc = _nvrtc()
-    texts, name = sources(), KERNELS[algorithm].source
-    program = ctypes.c_void_p()
-    count = len(HEADERS)
-    _check(
-        nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program),
-            texts[name].encode(),
-            name.encode(),
-            count,
-            (ctypes.c_char_p * count)(*(texts[header].encode() for header in HEADERS)),
-            (ctypes.c_char_p * count)(*(header.encode() for header in HEADERS)),
-        ),
-        "nvrtcCreateProgram",
-    )
-    try:
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if nvrtc.nvrtcCompileProgram(program, len(options), given):
-            log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            raise BuildError(f"NVRTC {nvrtc_version()}: {log.decode().strip()}")
-        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _text(size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:
-    size = ctypes.c_size_t()
-    _check(size_of(program, ctypes.byref(size)), "NVRTC's size")
-    text = ctypes.create_string_buffer(size.value)
-    _check(get(program, text), "NVRTC's result")
-    return text.raw
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        raise BuildError(f"{what} failed with status {status}")
-
-
-@functools.cache
-def _nvrtc() -> ctypes.CDLL:
-    """NVRTC: the one torch was built for, else any that is installed as a wheel."""
-    causes = []
-    for path in _candidates():
-        try:
-            return ctypes.CDLL(path)
-        except OSError as error:
-            causes.append(str(error))
-    raise BuildError("NVRTC can't be loaded: " + ("; ".join(causes) or "it isn't installed"))
-
-
-def _candidates() -> list[str]:
-    cuda = torch.version.cuda
-    named = [f"libnvrtc.so.{cuda.split('.')[0]}"] if cuda else []
-    found: list[str] = []
-    with contextlib.suppress(ImportError):
-        # a namespace package: each NVIDIA wheel puts a folder into it
-        for root in importlib.import_module("nvidia").__path__:
-            found += [str(path) for path in sorted(Path(root).glob("*/lib/libnvrtc.so.*"))]
-    # those of torch's CUDA version first
-    found.sort(key=lambda path: not any(path.endswith(name) for name in named))
-    return found[:1] + named + found[1:]
+    """NVRTC's version, "13.0"."""
+    return NVRTC.version

@@ -1,4 +1,4 @@
-"""Run a call on the GPU kernel: choose the variant, fill in the parameters, launch.
+"""Run a call on a GPU kernel: choose the variant, fill in the parameters, launch.
 
 Equal to the eager lines of `unfused.py`, with the sum over ranks in rank order in fp32. Reduced
 value and hidden state are bitwise equal to that, the norm is within one ulp (another order of
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -19,12 +20,11 @@ from fx_fusion.lowering.arguments import Arguments, Results, result_dtypes
 from fx_fusion.lowering.gpu_layout import (
     MAX_WORLD_SIZE,
     Geometry,
-    geometry,
     row_segments,
     rows_per_launch,
     vectors_of,
 )
-from fx_fusion.lowering.gpu_variant import bias_out_dtype, has_scale, variant_of
+from fx_fusion.lowering.gpu_variant import bias_out_dtype, has_scale, spread_of, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 
 #: `Params` of the kernel: what changes from call to call, what the hidden size gives, what the
@@ -35,15 +35,27 @@ _WORKSPACE: Final = struct.Struct(f"=iI4Q{MAX_WORLD_SIZE}Q")
 _ALIGNMENT: Final = 16
 
 
+class Launchable(Protocol):
+    """A loaded variant for one hidden size."""
+
+    def launch(
+        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
+    ) -> None:
+        """Put one launch into the stream: `rows` rows of the arrays at `pointers`."""
+
+
 class Launcher:
     """One variant for one hidden size on one workspace, ready to launch."""
 
-    def __init__(self, arguments: Arguments, shape: Geometry, workspace: GpuWorkspace) -> None:
+    def __init__(
+        self, arguments: Arguments, shape: Geometry, workspace: GpuWorkspace, algorithm: str
+    ) -> None:
         """Compile or fetch the variant, load it, and fill in what stays the same."""
         x = arguments.x
         hidden_size, width = x.shape[-1], x.element_size()
         group, layout = workspace.group, workspace.layout
-        variant = variant_of(arguments, shape)
+        region = layout.region(algorithm, width)
+        variant = variant_of(arguments, shape, algorithm)
         self._function = gpu_driver.Function(
             gpu_build.machine_code(variant, workspace.arch),
             gpu_build.KERNELS[variant.algorithm].entry,
@@ -69,16 +81,14 @@ class Launcher:
             row_segments(hidden_size, width),
             1.0 / hidden_size,
         )
-        buffers = [address + layout.buffers[width] for address in workspace.addresses]
+        buffers = [address + region.buffer for address in workspace.addresses]
         _WORKSPACE.pack_into(
             self._parameters,
             _CALL.size + _HIDDEN.size,
             rank,
-            (layout.states[4] - layout.states[2]) // 16
-            if width == 2
-            else (layout.control - layout.states[4]) // 16,
+            region.segments,
             workspace.timeout_nanoseconds,
-            own + layout.states[width],
+            own + region.state,
             own + layout.control,
             workspace.host_address,
             *buffers,
@@ -86,6 +96,16 @@ class Launcher:
         )
         self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
         self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
+
+    @property
+    def function(self) -> gpu_driver.Function:
+        """The loaded kernel."""
+        return self._function
+
+    @property
+    def parameters(self) -> bytes:
+        """The kernel's parameters as they are now, those of the last call among them."""
+        return bytes(self._parameters)
 
     def clusters(self, rows: int) -> int:
         """The clusters of a launch of so many rows: no more than are on the GPU at once."""
@@ -105,8 +125,13 @@ def has_programmatic_launch(arch: str) -> bool:
     return int(arch.removeprefix("sm_")) >= 90
 
 
-def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
-    """Run one call on the kernel; results are new contiguous tensors.
+def run(arguments: Arguments, workspace: GpuWorkspace, algorithm: str = "one-shot") -> Results:
+    """Run one call on a kernel; results are new contiguous tensors.
+
+    Args:
+        arguments: The op's.
+        workspace: The group's.
+        algorithm: "one-shot" or "two-shot", the same on all ranks.
 
     Raises:
         PeerTimeoutError: An earlier call failed, here or in a graph's replay.
@@ -115,17 +140,18 @@ def run(arguments: Arguments, workspace: GpuWorkspace) -> Results:
     index = arguments.x.device.index
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            return run(arguments, workspace)
+            return run(arguments, workspace, algorithm)
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     with workspace.lock:
         workspace.order(stream)
-        return enqueue(arguments, workspace, stream)
+        return enqueue(arguments, workspace, stream, algorithm)
 
 
 def enqueue(
     arguments: Arguments,
     workspace: GpuWorkspace,
     stream: int,
+    algorithm: str = "one-shot",
     results: Results | None = None,
 ) -> Results:
     """Put one call into the stream, as one launch or more; the workspace's lock is held.
@@ -134,6 +160,29 @@ def enqueue(
         arguments: The op's.
         workspace: The group's.
         stream: The raw handle of the current stream.
+        algorithm: "one-shot" or "two-shot", the same on all ranks.
+        results: Where to write, contiguous and aligned to 16 bytes; None for new tensors.
+    """
+    rows = arguments.x.numel() // arguments.x.shape[-1]
+    scale_dtype = bias_out_dtype(arguments)
+    listed = launches(arguments, rows, workspace, algorithm)
+    return submit(arguments, listed, stream, scale_dtype, results)
+
+
+def submit(
+    arguments: Arguments,
+    listed: Sequence[tuple[Launchable, int, int]],
+    stream: int,
+    scale_dtype: torch.dtype,
+    results: Results | None = None,
+) -> Results:
+    """Put the launches of one call into the stream.
+
+    Args:
+        arguments: The op's.
+        listed: The launches, as `launches` gives them.
+        stream: The raw handle of the current stream.
+        scale_dtype: What a scale on the GPU is rounded to first.
         results: Where to write, contiguous and aligned to 16 bytes; None for new tensors.
     """
     x = _aligned(arguments.x)
@@ -141,16 +190,13 @@ def enqueue(
         None if value is None else _aligned(value)
         for value in (arguments.residual, arguments.weight, arguments.bias)
     )
-    results = _empty_results(arguments) if results is None else results
-    hidden_size, width = x.shape[-1], x.element_size()
-    rows = x.numel() // hidden_size
+    results = empty_results(arguments) if results is None else results
+    hidden_size = x.shape[-1]
     eps, eps_tensor = _scalar(arguments.eps, arguments.eps_tensor, torch.float32)
-    scale, scale_tensor = _scalar(
-        arguments.scale, arguments.scale_tensor, bias_out_dtype(arguments)
-    )
+    scale, scale_tensor = _scalar(arguments.scale, arguments.scale_tensor, scale_dtype)
     # (address, bytes from row to row) of what a launch reads and writes
     arrays = (
-        (x.data_ptr(), hidden_size * width),
+        (x.data_ptr(), hidden_size * x.element_size()),
         _array(residual, hidden_size),
         _array(weight, 0),
         _array(bias, 0),
@@ -161,37 +207,49 @@ def enqueue(
         _array(results.reduced, hidden_size),
         _array(results.rstd, 1),
     )
-    for launcher, first, count in launches(arguments, rows, workspace):
+    for launcher, first, count in listed:
         pointers = tuple(address + first * stride for address, stride in arrays)
         launcher.launch(pointers, count, eps, scale, stream)
     return results
 
 
 def launches(
-    arguments: Arguments, rows: int, workspace: GpuWorkspace
+    arguments: Arguments, rows: int, workspace: GpuWorkspace, algorithm: str = "one-shot"
 ) -> list[tuple[Launcher, int, int]]:
     """The launches of a call of so many rows: the variant, its first row, its number of rows.
 
     They depend on the rows and on what is the same in every call of a site, no more.
     """
     x = arguments.x
-    most = rows_per_launch(x.shape[-1], x.element_size(), arguments.world_size)
+    most = rows_per_launch(x.shape[-1], x.element_size(), arguments.world_size, algorithm)
     counts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
-    return [(_launcher(arguments, count, workspace), first, count) for first, count in counts]
+    return [
+        (_launcher(arguments, count, workspace, algorithm), first, count)
+        for first, count in counts
+    ]
 
 
-def _launcher(arguments: Arguments, rows: int, workspace: GpuWorkspace) -> Launcher:
-    x = arguments.x
-    shape = geometry(
-        x.shape[-1],
-        x.element_size(),
-        arguments.world_size,
+def _launcher(
+    arguments: Arguments, rows: int, workspace: GpuWorkspace, algorithm: str = "one-shot"
+) -> Launcher:
+    shape = spread_of(
+        arguments,
         rows,
         workspace.multiprocessors,
         has_programmatic_launch(workspace.arch),
+        algorithm,
     )
-    key = (
-        shape,
+    key = (algorithm, shape, *variant_key(arguments))
+    launcher: Launcher | None = workspace.launchers.get(key)
+    if launcher is None:
+        launcher = workspace.launchers[key] = Launcher(arguments, shape, workspace, algorithm)
+    return launcher
+
+
+def variant_key(arguments: Arguments) -> tuple[Any, ...]:
+    """What of a call, beside algorithm and spread, chooses the variant and its parameters."""
+    x = arguments.x
+    return (
         x.dtype,
         x.shape[-1],
         None if arguments.residual is None else arguments.residual.dtype,
@@ -200,10 +258,6 @@ def _launcher(arguments: Arguments, rows: int, workspace: GpuWorkspace) -> Launc
         has_scale(arguments),
         arguments[10:19],  # from add_dtype to want_rstd
     )
-    launcher: Launcher | None = workspace.launchers.get(key)
-    if launcher is None:
-        launcher = workspace.launchers[key] = Launcher(arguments, shape, workspace)
-    return launcher
 
 
 def load_usual_variants(
@@ -215,8 +269,8 @@ def load_usual_variants(
     for every spread of a row that up to `max_tokens` tokens get.
     """
     x = torch.empty(1, hidden_size, dtype=dtype, device=workspace.device)
-    most = rows_per_launch(hidden_size, dtype.itemsize, workspace.group.size())
     name, size = workspace.group.group_name, workspace.group.size()
+    algorithms = ("one-shot", "two-shot") if size > 2 else ("one-shot",)
     for norm_dtype, want_residual in itertools.product((dtype, None), (True, False)):
         arguments = Arguments(
             x,
@@ -229,11 +283,14 @@ def load_usual_variants(
             norm_dtype=norm_dtype,
             want_residual=want_residual,
         )
-        for rows in range(1, min(max_tokens, most) + 1):
-            _launcher(arguments, rows, workspace)
+        for algorithm in algorithms:
+            most = rows_per_launch(hidden_size, dtype.itemsize, size, algorithm)
+            for rows in range(1, min(max_tokens, most) + 1):
+                _launcher(arguments, rows, workspace, algorithm)
 
 
-def _empty_results(arguments: Arguments) -> Results:
+def empty_results(arguments: Arguments) -> Results:
+    """New tensors for a call's results, those that aren't wanted empty."""
     x = arguments.x
     norm_dtype, hidden_dtype = result_dtypes(arguments)
     shape = x.shape

@@ -1,12 +1,21 @@
 """Sizes of the GPU workspace and the shape of a launch: pure functions, the same on every rank.
 
-The workspace of a rank is a receive buffer for each element width (2 and 4 bytes), laid out as
-[slot][source][segment][SEGMENT_BYTES], then the state of each segment and a control word. A row
-takes whole segments; a call with more rows than the ring has segments streams through it in
-chunks. So the size depends on the number of ranks alone:
+A rank's workspace has a region of receive places for each algorithm and what tells its empty
+places: one-shot has one for each element width (2 and 4 bytes), two-shot one for both. A place
+is a segment of SEGMENT_BYTES. Behind the regions come the states of their segments and a control
+word.
 
-    world size     2      3, 4     5 to 8        9 to 16
-    MiB per rank  18   36, 54    36 to 63    36 to 67.5
+* one-shot: [3 slots][source][segment]; a row takes whole segments.
+* two-shot: [2 slots][source][segment] for what the owner of a row receives, then
+  [owner][segment] for the sums; segments are counted for each owner.
+
+A call with more rows than a region has room for streams through it in chunks. So the size depends
+on the number of ranks alone, in MiB per rank:
+
+    world size     2      3     4    5 to 8      9 to 16
+    one-shot      15     15  22.5  30 to 52.5  30 to 56.25
+    two-shot       0      9     9  12 to 21     6 to 11.25
+    together      15     24  31.5  42 to 73.5  36 to 67.5
 """
 
 from __future__ import annotations
@@ -16,8 +25,10 @@ from typing import Final, NamedTuple
 
 #: Bytes of a segment: 512 vectors of 16 bytes. `kSegment` of the kernel.
 SEGMENT_BYTES: Final = 8192
-#: Receive slots that take turns.
+#: One-shot's receive slots, which take turns.
 SLOTS: Final = 3
+#: Two-shot's places for a peer and a segment: two slots of parts, one of sums.
+TWO_SHOT_PLACES: Final = 3
 #: Bytes of a segment's state. `State` of the kernel.
 STATE_BYTES: Final = 16
 #: Bytes kept for the control word.
@@ -28,44 +39,77 @@ MAX_HIDDEN_SIZE: Final = 16384
 #: The most ranks the kernel takes.
 MAX_WORLD_SIZE: Final = 16
 #: Threads of a block at most.
-_MAX_THREADS: Final = 1024
+_MAX_THREADS: Final = 512
 _WARP: Final = 32
 
 
 def segments(world_size: int, element_size: int) -> int:
-    """Segments of the ring for elements of 2 or 4 bytes; half as many for 4 bytes."""
-    count = 512 if world_size <= 4 else 256 if world_size <= 8 else 128
-    return count if element_size == 2 else count // 2
+    """Segments of one-shot's region for elements of 2 or 4 bytes; a quarter as many for 4."""
+    count = 512 if world_size == 2 else 256 if world_size <= 8 else 128
+    return count if element_size == 2 else count // 4
+
+
+def owner_segments(world_size: int) -> int:
+    """Segments of two-shot's region for each owner; none for two ranks, who use one-shot alone."""
+    if world_size <= 2:
+        return 0
+    return 192 if world_size == 3 else 128 if world_size <= 8 else 32
+
+
+class Region(NamedTuple):
+    """The receive places of an algorithm, as byte offsets in a rank's workspace.
+
+    Attributes:
+        buffer: Of the places.
+        state: Of the segments' states.
+        segments: One-shot: segments; two-shot: those of each owner.
+    """
+
+    buffer: int
+    state: int
+    segments: int
 
 
 class Layout(NamedTuple):
-    """Byte offsets in a rank's workspace, by element size where there are two.
+    """The workspace of one rank.
 
     Attributes:
-        buffers: Of the receive buffer for 2 and for 4 bytes an element.
-        states: Of the segments' states for 2 and for 4 bytes an element.
-        control: Of the control word.
+        one_shot: The regions for 2 and for 4 bytes an element.
+        two_shot: The region for any element.
+        states: Byte offset of the first state; the receive places end there.
+        control: Byte offset of the control word.
         total: Bytes of the workspace.
     """
 
-    buffers: dict[int, int]
-    states: dict[int, int]
+    one_shot: dict[int, Region]
+    two_shot: Region
+    states: int
     control: int
     total: int
+
+    def region(self, algorithm: str, element_size: int) -> Region:
+        """What a call by "one-shot" or "two-shot" uses."""
+        return self.two_shot if algorithm == "two-shot" else self.one_shot[element_size]
 
 
 @lru_cache
 def layout(world_size: int) -> Layout:
     """The workspace of one rank of a group; a rank keeps no place for its own data."""
-    offset = 0
-    buffers, states = {}, {}
-    for width in (2, 4):
-        buffers[width] = offset
-        offset += SLOTS * (world_size - 1) * segments(world_size, width) * SEGMENT_BYTES
-    for width in (2, 4):
-        states[width] = offset
-        offset += segments(world_size, width) * STATE_BYTES
-    return Layout(buffers, states, offset, offset + CONTROL_BYTES)
+    peers = world_size - 1
+    counts = (
+        (segments(world_size, 2), SLOTS * peers, 1),
+        (segments(world_size, 4), SLOTS * peers, 1),
+        (owner_segments(world_size), TWO_SHOT_PLACES * peers, world_size),
+    )
+    states = sum(count * places for count, places, _ in counts) * SEGMENT_BYTES
+    buffer, state, regions = 0, states, []
+    for count, places, owners in counts:
+        regions.append(Region(buffer, state, count))
+        buffer += count * places * SEGMENT_BYTES
+        state += count * owners * STATE_BYTES
+    return Layout(
+        {2: regions[0], 4: regions[1]}, regions[2], states, state, state + CONTROL_BYTES
+    )
 
 
 def takes(hidden_size: int, world_size: int) -> bool:
@@ -83,9 +127,14 @@ def row_segments(hidden_size: int, element_size: int) -> int:
     return -(-hidden_size * element_size // SEGMENT_BYTES)
 
 
-def rows_per_launch(hidden_size: int, element_size: int, world_size: int) -> int:
-    """Rows that the ring holds at once; a call with more is several launches."""
-    return segments(world_size, element_size) // row_segments(hidden_size, element_size)
+def rows_per_launch(
+    hidden_size: int, element_size: int, world_size: int, algorithm: str = "one-shot"
+) -> int:
+    """Rows that an algorithm's region holds at once; a call with more is several launches."""
+    of_a_row = row_segments(hidden_size, element_size)
+    if algorithm == "two-shot":
+        return owner_segments(world_size) // of_a_row * world_size
+    return segments(world_size, element_size) // of_a_row
 
 
 class Geometry(NamedTuple):
@@ -93,7 +142,7 @@ class Geometry(NamedTuple):
 
     Attributes:
         cluster: Blocks that share a row.
-        threads: Threads of a block, a multiple of 64.
+        threads: Threads of a block, a multiple of 32, of 64 where there are no clusters.
         vectors: 16-byte vectors a thread handles.
         blocks: Blocks that a multiprocessor has to be able to hold, which limits registers.
     """
@@ -112,6 +161,7 @@ def geometry(
     tokens: int,
     multiprocessors: int,
     has_clusters: bool,
+    is_plain: bool = False,
 ) -> Geometry:
     """The spread of a row for a launch of `tokens` rows.
 
@@ -122,30 +172,46 @@ def geometry(
         tokens: Rows of the launch.
         multiprocessors: Those of the GPU, divided by the ranks that share it.
         has_clusters: The GPU has thread block clusters (NVIDIA sm_90 on).
+        is_plain: The call takes few registers a thread, see `gpu_variant.is_plain`.
     """
     vectors = vectors_of(hidden_size, element_size)
+    # A thread keeps a vector of every rank. From these bounds follow how many registers it may
+    # have; the numbers are those at which the compilers spill none (test_gpu_registers.py).
+    few_ranks = 8 if has_clusters else 4
+    most = _MAX_THREADS if world_size <= few_ranks else _MAX_THREADS // 2
+    # Where tokens are many a row in one large block is faster than in a cluster of two: 64 x
+    # 8192 bfloat16 of 2 ranks that share an H200 5.8 and 6.1 us, 32 x 7168 of 4 ranks 8.3 and 9.0.
+    wide = 2 * most if is_plain and has_clusters and world_size <= 4 else most
+    step = _WARP if has_clusters else 2 * _WARP
     cluster = 1
     if has_clusters:
-        # Halve the block while it is larger than 512 threads, or while there are few rows
-        # and so multiprocessors to spare, down to 128 threads.
-        while cluster < 8 and _threads(vectors, cluster, 1) > 512:
+        # Halve the block while it is too large, or while there are few rows and so
+        # multiprocessors to spare, down to three warps.
+        while cluster < 8 and (
+            _threads(vectors, cluster, step) > wide
+            or (
+                _threads(vectors, cluster, step) > most
+                and tokens * cluster * 2 <= multiprocessors
+            )
+        ):
             cluster *= 2
         while (
             cluster < 4
-            and _threads(vectors, cluster * 2, 1) >= 128
+            and _threads(vectors, cluster * 2, step) >= 3 * _WARP
             and tokens * cluster * 2 <= multiprocessors // 2
         ):
             cluster *= 2
     per_thread = 1
-    while _threads(vectors, cluster, per_thread) > _MAX_THREADS:
+    while _threads(vectors, cluster * per_thread, step) > wide:
         per_thread *= 2
-    threads = _threads(vectors, cluster, per_thread)
-    # A thread keeps a vector of every rank: from 7 ranks on it needs more than 64 registers.
-    budget = _MAX_THREADS if world_size <= 6 and per_thread == 1 else _MAX_THREADS // 2
+    threads = _threads(vectors, cluster * per_thread, step)
+    budget = 2 * most if world_size <= 4 and per_thread == 1 else most
     return Geometry(cluster, threads, per_thread, min(8, max(1, budget // threads)))
 
 
-def _threads(vectors: int, cluster: int, per_thread: int) -> int:
-    """Threads of a block: enough for its part of the row, in multiples of 64."""
-    step = 2 * _WARP
-    return -(-vectors // (cluster * per_thread * step)) * step
+def _threads(vectors: int, shares: int, step: int) -> int:
+    """Threads of a block that handles one of so many shares of a row, in multiples of `step`.
+
+    That is a warp, but two where there are no clusters: AMD's wavefront.
+    """
+    return -(-vectors // (shares * step)) * step

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import torch
 
 from fx_fusion.lowering.arguments import Arguments, result_dtypes
-from fx_fusion.lowering.gpu_layout import VECTOR_BYTES, Geometry
+from fx_fusion.lowering.gpu_layout import VECTOR_BYTES, Geometry, geometry
 
 #: `Dtype` of the kernel.
 DTYPE_CODES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -62,6 +62,39 @@ def has_scale(arguments: Arguments) -> bool:
     return arguments.scale_tensor is not None or arguments.scale != 1.0
 
 
+def is_plain(arguments: Arguments) -> bool:
+    """True for the usual site: 16-bit residual and weight at most, and nothing else to keep."""
+    tensors = (arguments.x, arguments.residual, arguments.weight)
+    return (
+        all(value is None or value.dtype.itemsize == 2 for value in tensors)
+        and arguments.bias is None
+        and not has_scale(arguments)
+        and not arguments.want_reduced
+        and not arguments.want_rstd
+        and arguments.reciprocal != "sqrt"
+    )
+
+
+def spread_of(
+    arguments: Arguments,
+    rows: int,
+    multiprocessors: int,
+    has_clusters: bool,
+    algorithm: str = "one-shot",
+) -> Geometry:
+    """How each row of a launch is spread over the GPU; arguments as in `gpu_layout.geometry`."""
+    x = arguments.x
+    return geometry(
+        x.shape[-1],
+        x.element_size(),
+        1 if algorithm == "local" else arguments.world_size,
+        rows,
+        multiprocessors,
+        has_clusters,
+        is_plain(arguments),
+    )
+
+
 def bias_out_dtype(arguments: Arguments) -> torch.dtype:
     """The dtype after the bias and the scale, by torch's promotion."""
     dtype = arguments.add_dtype or arguments.x.dtype
@@ -70,9 +103,7 @@ def bias_out_dtype(arguments: Arguments) -> torch.dtype:
     return torch.promote_types(dtype, arguments.bias.dtype)
 
 
-def variant_of(
-    arguments: Arguments, geometry: Geometry, algorithm: str = "one-shot"
-) -> Variant:
+def variant_of(arguments: Arguments, spread: Geometry, algorithm: str = "one-shot") -> Variant:
     """The kernel that computes these arguments by an algorithm, a key of `gpu_build.KERNELS`."""
     x, weight = arguments.x, arguments.weight
     norm_dtype, hidden_dtype = result_dtypes(arguments)
@@ -84,10 +115,10 @@ def variant_of(
     return Variant(
         algorithm=algorithm,
         world=arguments.world_size,
-        cluster=geometry.cluster,
-        threads=geometry.threads,
-        blocks=geometry.blocks,
-        vectors_per_thread=geometry.vectors,
+        cluster=spread.cluster,
+        threads=spread.threads,
+        blocks=spread.blocks,
+        vectors_per_thread=spread.vectors,
         aligned=int(x.shape[-1] * x.element_size() % VECTOR_BYTES == 0),
         x_dtype=DTYPE_CODES[x.dtype],
         residual_dtype=_code(arguments.residual),

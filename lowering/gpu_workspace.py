@@ -27,6 +27,7 @@ from fx_fusion.errors import CaptureError, PeerTimeoutError
 from fx_fusion.lowering import gpu_build, gpu_driver
 from fx_fusion.lowering.agreement import CANNOT, agree
 from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE, Layout, layout
+from fx_fusion.lowering.runtime_compiler import BuildError
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
         facts["nvrtc"] = gpu_build.nvrtc_version()
         if properties.major < 8:
             facts[CANNOT] = f"the kernel needs sm_80 or newer, not {facts['arch']}"
-    except (gpu_build.BuildError, gpu_driver.DriverError) as error:
+    except (BuildError, gpu_driver.DriverError) as error:
         facts[CANNOT] = _first_line(error)
     return facts
 
@@ -299,10 +300,15 @@ def _share(workspace: GpuWorkspace) -> None:
 
 
 def mark_empty(memory: torch.Tensor, sizes: Layout) -> None:
-    """Fill a rank's memory: -0.0 where nothing has arrived, zeros in states and control."""
+    """Fill a rank's memory: places as nothing has arrived, zeros in states and control.
+
+    One-shot marks such places with -0.0, two-shot with words of all ones.
+    """
     memory.zero_()
-    memory[: sizes.buffers[4]].view(torch.int16).fill_(-0x8000)
-    memory[sizes.buffers[4] : sizes.states[2]].view(torch.int32).fill_(-0x80000000)
+    four, two_shot = sizes.one_shot[4].buffer, sizes.two_shot.buffer
+    memory[:four].view(torch.int16).fill_(-0x8000)
+    memory[four:two_shot].view(torch.int32).fill_(-0x80000000)
+    memory[two_shot : sizes.states].fill_(0xFF)
 
 
 def _timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -11,17 +11,24 @@ all_reduce, then add and norm, inside the op.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
 
-from fx_fusion.lowering import gpu_layout
+from fx_fusion.lowering.gpu_select import (
+    GPU_ONE_SHOT,
+    GPU_TWO_SHOT,
+    TABLE,
+    Row,
+    gpu_algorithm,
+    gpu_limits,
+    gpu_max_tokens,
+    gpu_takes,
+)
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -51,47 +58,11 @@ class Problem:
     local_cause: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured limit: `kernel` is the fastest up to and including `max_tokens`.
-
-    Attributes:
-        kernel: The kernel's name.
-        arch: Where it holds, and with `world_size`, `dtype` and `hidden_size` for what.
-        world_size: Ranks in the group.
-        dtype: The reduced tensor's dtype, "bfloat16".
-        hidden_size: Elements of the last dimension.
-        max_tokens: The limit itself, inclusive.
-        machine: What it was measured on.
-        date: When, as YYYY-MM-DD.
-        command: The command that measured it.
-    """
-
-    kernel: str
-    arch: str
-    world_size: int
-    dtype: str
-    hidden_size: int
-    max_tokens: int
-    machine: str
-    date: str
-    command: str
-
-
-#: The measurements. Empty until a kernel of our own exists; no number comes in unmeasured.
-TABLE: Final[tuple[Row, ...]] = ()
-
 #: The unfused path takes every problem.
 UNFUSED: Final = "unfused"
 #: The CPU kernel's two algorithms; see `cpu_is_two_shot` for which runs.
 CPU_ONE_SHOT: Final = "one-shot over shared memory"
 CPU_TWO_SHOT: Final = "two-shot over shared memory"
-#: Arch and world size for which the GPU kernel's tests, as it is now, have passed on such a GPU;
-#: elsewhere it runs only if `kernel="fx_fusion"`. ("sm_90", 2) passed on an H200 before the
-#: kernel's host code was last changed, and comes back when it has passed again.
-GPU_PROVEN: Final[frozenset[tuple[str, int]]] = frozenset()
-#: The GPU kernel; see `gpu_max_tokens` for when it runs.
-GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 #: The most bytes of a slot of the CPU workspace, and of all slots of a group together. With 2
 #: ranks on 2 cores, 64 x 8192 bfloat16: 64 KiB 300 us a call, 256 KiB 250, 1 MiB 210.
 CPU_SLOT_BYTES: Final = 1024 * 1024
@@ -143,7 +114,9 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
         return Plan(UNFUSED, digest)
     cause = _own_kernel_cause(problem, settings.kernel)
     if settings.kernel in ("auto", "fx_fusion") and not cause:
-        return Plan(_cpu_kernel(problem) if problem.arch == "cpu" else GPU_ONE_SHOT, digest)
+        if problem.arch == "cpu":
+            return Plan(_cpu_kernel(problem), digest)
+        return Plan(_gpu_kernel(problem, settings.kernel), digest)
     if settings.kernel == "auto":
         return Plan(UNFUSED, digest, cause)
     return Refusal(
@@ -162,6 +135,18 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
 def full_plan(plan: str) -> str:
     """The op's `plan` argument; for the op called by hand, that of the default settings."""
     return plan or digest_of(FusionSettings())
+
+
+def forced_plan(algorithm: str) -> str:
+    """A `plan` argument of the op with which every size runs by one algorithm.
+
+    For tests and benchmarks, which compare the algorithms; no setting gives it. With two ranks
+    "two-shot" is one-shot.
+
+    Args:
+        algorithm: "one-shot" or "two-shot".
+    """
+    return f"{algorithm.replace('-', '_')}-forced"
 
 
 def asks_for_unfused(plan: str) -> bool:
@@ -185,57 +170,6 @@ def cpu_is_two_shot(tokens: int, hidden_size: int, element_size: int, world_size
     return world_size > 2 and bytes_of_x > CPU_TWO_SHOT_BYTES
 
 
-@functools.lru_cache(maxsize=1024)
-def gpu_max_tokens(
-    kernel: str,
-    arch: str,
-    world_size: int,
-    dtype: torch.dtype,
-    hidden_size: int,
-    deterministic: bool,
-) -> int:
-    """Up to how many tokens, inclusive, a call runs on the GPU kernel; 0 for never.
-
-    Args:
-        kernel: What the plan was made for: "auto", or "fx_fusion", which takes every size.
-        arch: "sm_90".
-        world_size: Ranks in the group.
-        dtype: The reduced tensor's dtype.
-        hidden_size: Elements of the last dimension. With "auto" the row of the table for the
-            next larger size that was measured holds; beyond the largest there is none.
-        deterministic: The kernel adds up in rank order, so then it takes every size too, where
-            its tests have passed.
-    """
-    if kernel not in ("auto", "fx_fusion") or not _gpu_takes(arch, world_size, hidden_size):
-        return 0
-    if kernel == "fx_fusion":
-        return sys.maxsize
-    if (arch, world_size) not in GPU_PROVEN:
-        return 0
-    if deterministic:
-        return sys.maxsize
-    name = str(dtype).removeprefix("torch.")
-    rows = [
-        row
-        for row in TABLE
-        if (row.kernel, row.arch, row.world_size, row.dtype)
-        == (GPU_ONE_SHOT, arch, world_size, name)
-        and row.hidden_size >= hidden_size
-    ]
-    return min(rows, key=lambda row: row.hidden_size).max_tokens if rows else 0
-
-
-def _gpu_takes(arch: str, world_size: int, hidden_size: int) -> bool:
-    """True if the GPU kernel can run at all; AMD waits for a passing run on record."""
-    number = arch.removeprefix("sm_")
-    return (
-        arch.startswith("sm_")
-        and number.isdecimal()
-        and int(number) >= 80
-        and gpu_layout.takes(hidden_size, world_size)
-    )
-
-
 def kernel_of(plan: str) -> str:
     """The `kernel` setting that the op's `plan` argument was made with; "auto" without a plan."""
     return plan.partition("-")[0] or "auto"
@@ -243,7 +177,7 @@ def kernel_of(plan: str) -> str:
 
 def _gpu_cause(problem: Problem, kernel: str) -> str:
     """Why the GPU kernel doesn't take this problem; "" if it does, if only for few tokens."""
-    if not _gpu_takes(problem.arch, problem.world_size, problem.hidden_size):
+    if not gpu_takes(problem.arch, problem.world_size, problem.hidden_size):
         return f"there is no kernel for {problem.arch} and this size yet"
     most = gpu_max_tokens(
         kernel,
@@ -256,7 +190,7 @@ def _gpu_cause(problem: Problem, kernel: str) -> str:
     if most == 0:
         return f"nothing was measured for {problem.arch} and this size"
     if problem.tokens is not None and problem.tokens > most:
-        return f"the kernel was measured to be faster up to {most} tokens only"
+        return f"our kernels were measured to be faster up to {most} tokens only"
     return problem.local_cause
 
 
@@ -267,6 +201,24 @@ def _own_kernel_cause(problem: Problem, kernel: str) -> str:
     if not cpu_takes(problem.hidden_size, problem.dtype.itemsize, problem.world_size):
         return f"a row of {problem.hidden_size} elements doesn't fit a slot"
     return problem.local_cause
+
+
+def _gpu_kernel(problem: Problem, kernel: str) -> str:
+    """The GPU kernel of a problem that one of ours takes; both where its tokens decide."""
+    given = (
+        kernel,
+        problem.arch,
+        problem.world_size,
+        problem.dtype,
+        problem.hidden_size,
+    )
+    limits = gpu_limits(*given, problem.deterministic)
+    if problem.tokens is not None:
+        chosen = gpu_algorithm(*given, problem.tokens, problem.deterministic)
+        return GPU_TWO_SHOT if chosen == "two-shot" else GPU_ONE_SHOT
+    if limits.one_shot >= limits.two_shot:
+        return GPU_ONE_SHOT
+    return f"{GPU_ONE_SHOT} or two-shot" if limits.one_shot else GPU_TWO_SHOT
 
 
 def _cpu_kernel(problem: Problem) -> str:

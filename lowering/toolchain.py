@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fx_fusion.lowering import cpu_build, gpu_build
+from fx_fusion.lowering.runtime_compiler import BuildError
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def nvrtc() -> Found:
     """The run-time compiler of CUDA, which the GPU kernel is built with: its version."""
     try:
         return Found(gpu_build.nvrtc_version())
-    except (gpu_build.BuildError, OSError, AttributeError) as error:
+    except (BuildError, OSError, AttributeError) as error:
         return Found(cause=str(error))
 
 

@@ -55,7 +55,16 @@ TORCH_FREE = frozenset(
 #: op. Never a kernel, never a workspace.
 DOORS = frozenset(
     f"fx_fusion.lowering{name}"
-    for name in ("", ".arch", ".inductor", ".norm_form", ".ops", ".select", ".toolchain")
+    for name in (
+        "",
+        ".arch",
+        ".gpu_select",
+        ".inductor",
+        ".norm_form",
+        ".ops",
+        ".select",
+        ".toolchain",
+    )
 )
 
 MAX_LINES = 400

@@ -107,3 +107,22 @@ DEVICE void round_to(float (&v)[kElements]) {
     }
   }
 }
+
+// The same for 16 bytes of x as they travel.
+DEVICE Words read_words(const void* base, u64 first, int left) {
+  Tile<X_DTYPE> tile;
+  read(tile, base, first, left);
+  return Words{{tile.w[0], tile.w[1], tile.w[2], tile.w[3]}};
+}
+
+DEVICE void widen_words(const Words& v, float (&to)[kElements]) {
+  Tile<X_DTYPE> tile;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile.w[i] = v.w[i];
+  widen(tile, to);
+}
+
+DEVICE Words narrow_words(const float (&v)[kElements]) {
+  const Tile<X_DTYPE> tile = narrow<X_DTYPE>(v);
+  return Words{{tile.w[0], tile.w[1], tile.w[2], tile.w[3]}};
+}

@@ -8,7 +8,8 @@
 // sender turns its own -0.0 into +0.0, which changes no sum that starts from +0.0. A reader polls
 // every element that it needs until none is -0.0. Three slots take turns, so no barrier is needed
 // at the end: a use reads slot s and wipes slot s-1. A peer writes slot s-1 again two uses later,
-// and by then it has had this rank's data of the next use, sent after this wipe.
+// and by then it has had this rank's data of the next use, sent when the launch that wiped had
+// ended.
 //
 // The buffer is [slot][source][segment][512 vectors of 16 bytes], its strides fixed when it was
 // made, whatever the call. A row takes as many whole segments as it needs. Slot and extent of a
@@ -103,11 +104,8 @@ DEVICE bool gather(const Params& p, const Words& own, u32 slot, u32 segment, u32
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       if (first + i >= kWorld) continue;
-      Tile<X_DTYPE> tile;
       float v[kElements];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) tile.w[k] = got[i].w[k];
-      widen(tile, v);
+      widen_words(got[i], v);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) sum[k] = sum[k] + v[k];
     }
@@ -134,12 +132,8 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
       if (j >= p.vectors) continue;
       const u32 segment = row * p.row_segments + j / kSegment;
       state[k] = load(reinterpret_cast<const u64*>(p.state + segment));
-      Tile<X_DTYPE> tile;
       const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-      const int left = p.hidden - j * kElements;
-      read(tile, p.x, at, left);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[k].w[i] = tile.w[i];
+      x[k] = read_words(p.x, at, p.hidden - j * kElements);
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -166,7 +160,26 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
           push(place(p, peer, p.rank, slot, segment) + j % kSegment, v);
         }
       }
-      // Wipe what the segment's last use received, all of it, however long this use is.
+    }
+
+    float h[kVectors][kElements];
+    float squares[kVectors];
+    const float scale = read_scale(p);
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int j = vector_of(spread, k);
+      squares[k] = 0.0f;
+      if (j >= p.vectors) continue;
+      const u32 segment = row * p.row_segments + j / kSegment;
+      const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
+      const int left = p.hidden - j * kElements;
+      if (broken || !gather(p, x[k], static_cast<u32>(state[k]), segment, j % kSegment, h[k]))
+        fill_with_nan(h[k]);
+      squares[k] = add_steps(p, inputs, k, at, left, scale, h[k]);
+    }
+    if (!broken) {
+      // Wipe what the segment's last use received, all of it, however long this use is. Not
+      // before the data is there, as its way is shared.
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         const int j = vector_of(spread, k);
@@ -186,22 +199,6 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
           }
         }
       }
-    }
-
-    float h[kVectors][kElements];
-    float squares[kVectors];
-    const float scale = read_scale(p);
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int j = vector_of(spread, k);
-      squares[k] = 0.0f;
-      if (j >= p.vectors) continue;
-      const u32 segment = row * p.row_segments + j / kSegment;
-      const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-      const int left = p.hidden - j * kElements;
-      if (broken || !gather(p, x[k], static_cast<u32>(state[k]), segment, j % kSegment, h[k]))
-        fill_with_nan(h[k]);
-      squares[k] = add_steps(p, inputs, k, at, left, scale, h[k]);
     }
     const bool last = row + p.clusters >= static_cast<u32>(p.rows);
     const float total = add_up(p, spread, meeting, squares, last);

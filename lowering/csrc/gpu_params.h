@@ -15,7 +15,8 @@ constexpr int kVectors = VECTORS_PER_THREAD;
 constexpr int kElements = X_DTYPE == kFloat32 ? 4 : 8;  // of x in 16 bytes
 constexpr int kSegment = 512;                           // vectors
 constexpr int kMaxLeaves = 128;
-constexpr int kGroup = kWorld < 8 ? kWorld : 8;  // sources polled at once
+// Sources polled at once: more of them take more registers than a thread has.
+constexpr int kGroup = kVectors >= 4 ? 2 : kWorld <= 8 ? kWorld : 4;  // sources polled at once
 
 enum Cause : u32 { kPeerTimeout = 1, kOverlap = 2 };
 

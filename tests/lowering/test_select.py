@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fx_fusion.lowering.select import TABLE, Plan, Problem, Refusal, Row, digest_of, select
+from fx_fusion.lowering.gpu_select import TABLE, Row
+from fx_fusion.lowering.select import Plan, Problem, Refusal, digest_of, select
 from fx_fusion.report import REMEDIES, Reason
 from fx_fusion.settings import FusionSettings
 

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_layout
+from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_layout, gpu_local
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.cpu_build import compiler
-from fx_fusion.lowering.gpu_variant import Variant, variant_of
+from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, mark_empty
 
 HERE = Path(__file__).parent
@@ -25,19 +25,18 @@ FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared")
 MULTIPROCESSORS = 16
 #: Clusters that fit at once; more rows than that make a cluster take several.
 CLUSTERS_AT_ONCE = 2
-#: Segments of the ring, for 2-byte elements; a call with more is several launches.
+#: Segments of one-shot's ring, for 2-byte elements, and of two-shot's for each owner; a call
+#: with more is several launches.
 SEGMENTS = 8
+OWNER_SEGMENTS = 2
 #: From a source file's name and text to the text to compile.
 Mutation = Callable[[str, str], str]
 
 
-def variant_for(arguments: Arguments) -> Variant:
+def variant_for(arguments: Arguments, algorithm: str = "one-shot") -> Variant:
     """The variant of a call that is one launch."""
-    x = arguments.x
-    shape = gpu_layout.geometry(
-        x.shape[-1], x.element_size(), arguments.world_size, x.shape[0], MULTIPROCESSORS, True
-    )
-    return variant_of(arguments, shape)
+    shape = spread_of(arguments, arguments.x.shape[0], MULTIPROCESSORS, True, algorithm)
+    return variant_of(arguments, shape, algorithm)
 
 
 def build(
@@ -148,8 +147,26 @@ class Ranks:
         """Stands in for `gpu_build.machine_code`: the variant's number."""
         return str(self.variants.index(variant)).encode()
 
-    def call(self, rank: int, arguments: Arguments) -> Results:
+    def call(self, rank: int, arguments: Arguments, algorithm: str = "one-shot") -> Results:
         """Queue a call of one rank. Its x and residual are NaN until its predecessor ended."""
+        return self._call(
+            arguments,
+            lambda late: gpu_kernel.enqueue(late, self.workspaces[rank], rank, algorithm),
+        )
+
+    def local_call(self, rank: int, arguments: Arguments) -> Results:
+        """Queue add and norm of one rank's `arguments.x`, taken as reduced already."""
+        machine = gpu_local.Machine("sm_90", MULTIPROCESSORS, ctypes.c_void_p())
+
+        def queue(late: Arguments) -> Results:
+            results = gpu_local.enqueue(late.x, late, machine, rank)
+            assert results is not None
+            self.kept.append(machine)
+            return results
+
+        return self._call(arguments, queue)
+
+    def _call(self, arguments: Arguments, queue: Callable[[Arguments], Results]) -> Results:
         late: dict[str, Any] = {}
         for name in ("x", "residual"):
             value = getattr(arguments, name)
@@ -161,7 +178,7 @@ class Ranks:
                     value.numel() * value.element_size(),
                 )
                 self.kept += [value, late[name]]
-        given = gpu_kernel.enqueue(arguments._replace(**late), self.workspaces[rank], rank)
+        given = queue(arguments._replace(**late))
         self.kept.append((arguments, given))
         return given
 
@@ -189,12 +206,18 @@ def emulated(
 
 @contextmanager
 def small_ring() -> Iterator[None]:
-    """A ring of few segments, so that small calls stream through it in chunks."""
+    """Rings of few segments, so that small calls stream through them in chunks."""
 
     def segments(world_size: int, element_size: int) -> int:
         return SEGMENTS if element_size == 2 else SEGMENTS // 2
 
+    def owner_segments(world_size: int) -> int:
+        return OWNER_SEGMENTS if world_size > 2 else 0
+
     gpu_layout.layout.cache_clear()
-    with mock.patch.object(gpu_layout, "segments", segments):
+    with (
+        mock.patch.object(gpu_layout, "segments", segments),
+        mock.patch.object(gpu_layout, "owner_segments", owner_segments),
+    ):
         yield
     gpu_layout.layout.cache_clear()

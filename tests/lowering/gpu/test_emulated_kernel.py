@@ -6,6 +6,7 @@ The tests' teeth are shown by mutants of the source that have to fail.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +45,8 @@ FORMS: tuple[tuple[Any, ...], ...] = (
     (BF16, 4616, FP32, BF16, None, {"out_dtype": BF16}),
 )
 TOKENS = (1, 2, 3, 5, 9)
+#: Algorithm to how many of the forms.
+ONE_SHOT = {"one-shot": len(FORMS)}
 
 
 def random_tensor(choice: random.Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,16 +98,19 @@ def wrong(given: Results, call: Arguments, expected: Results) -> list[str]:
     return found
 
 
-def some_calls(ranks: Ranks, calls: int, seed: int, forms: int = len(FORMS)) -> list[str]:
-    """Queue calls of mixed forms and sizes on all ranks, run them, compare all results."""
+def some_calls(
+    ranks: Ranks, calls: int, seed: int, forms: Mapping[str, int] = ONE_SHOT
+) -> list[str]:
+    """Queue calls of mixed algorithms, forms and sizes, run them, compare all results."""
     choice = random.Random(seed)
     jobs = []
     for number in range(calls):
-        form = choice.randrange(forms)
+        algorithm = choice.choice(sorted(forms))
+        form = choice.randrange(forms[algorithm])
         tokens = choice.choice(TOKENS if FORMS[form][1] <= 520 else (1, 2, 5))
         own = arguments_of(form, tokens, ranks.size, choice)
-        given = [ranks.call(rank, arguments) for rank, arguments in enumerate(own)]
-        jobs.append((f"call {number}: form {form}, {tokens} tokens", own, given))
+        given = [ranks.call(rank, call, algorithm) for rank, call in enumerate(own)]
+        jobs.append((f"call {number}: {algorithm}, form {form}, {tokens} tokens", own, given))
     status = ranks.run()
     if status:
         return [f"the ranks did not come to an end ({status})"]
@@ -116,23 +122,29 @@ def some_calls(ranks: Ranks, calls: int, seed: int, forms: int = len(FORMS)) -> 
     return failed
 
 
-def all_variants(size: int, forms: int) -> list[Any]:
+def all_variants(size: int, forms: Mapping[str, int]) -> list[Any]:
     """Every variant that the forms need at any number of rows up to the most of a call."""
     choice = random.Random(0)
     found = set()
     with small_ring():
-        for form, (dtype, hidden, *_) in enumerate(FORMS[:forms]):
-            for tokens in range(1, max(TOKENS) + 1):
-                if tokens <= gpu_layout.rows_per_launch(hidden, dtype.itemsize, size):
-                    found.add(variant_for(arguments_of(form, tokens, size, choice)[0]))
+        for algorithm, count in forms.items():
+            for form, (dtype, hidden, *_) in enumerate(FORMS[:count]):
+                most = gpu_layout.rows_per_launch(hidden, dtype.itemsize, size, algorithm)
+                for tokens in range(1, min(max(TOKENS), most) + 1):
+                    arguments = arguments_of(form, tokens, size, choice)[0]
+                    found.add(variant_for(arguments, algorithm))
     return sorted(found)
 
 
 class Built:
-    """An emulator for one world size and the first forms."""
+    """An emulator for one world size and, of each algorithm, the first forms."""
 
     def __init__(
-        self, folder: Path, size: int, forms: int, mutate: Mutation | None = None
+        self,
+        folder: Path,
+        size: int,
+        forms: Mapping[str, int],
+        mutate: Mutation | None = None,
     ) -> None:
         self.size, self.forms, self.variants = size, forms, all_variants(size, forms)
         self.library = build(folder, self.variants, mutate)
@@ -147,8 +159,15 @@ class Built:
             return some_calls(ranks, calls, seed, self.forms)
 
 
-#: World size to the number of forms and calls: an emulated thread costs about a microsecond.
-SIZES = {2: (7, 16), 3: (7, 16), 4: (6, 12), 8: (5, 6), 16: (2, 4)}
+#: World size to the number of forms of each algorithm and of calls: an emulated thread costs
+#: about a microsecond.
+SIZES: dict[int, tuple[dict[str, int], int]] = {
+    2: ({"one-shot": 7}, 12),
+    3: ({"one-shot": 7, "two-shot": 7}, 20),
+    4: ({"one-shot": 4, "two-shot": 5}, 14),
+    8: ({"one-shot": 3, "two-shot": 3}, 8),
+    16: ({"one-shot": 2, "two-shot": 1}, 4),
+}
 
 
 @pytest.fixture(scope="module", params=sorted(SIZES))
@@ -158,7 +177,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("three"), 3, 3)
+    return Built(tmp_path_factory.mktemp("three"), 3, {"one-shot": 3, "two-shot": 3})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -210,7 +229,7 @@ def test_an_absent_rank_ends_the_wait_with_nan_and_an_error(three: Built) -> Non
 def test_two_calls_at_work_on_one_segment_are_an_error(three: Built) -> None:
     choice = random.Random(6)
     with three.ranks() as ranks:
-        states = gpu_layout.layout(3).states[2]
+        states = gpu_layout.layout(3).one_shot[2].state
         ranks.memories[0][states + 8] = 1  # as another launch would leave it while it runs
         for rank, arguments in enumerate(arguments_of(1, 2, 3, choice)):
             ranks.call(rank, arguments)
@@ -259,7 +278,7 @@ def test_the_tests_see_what_breaks_the_protocol(name: str, tmp_path: Path) -> No
                 source = source.replace(old, new)
         return source
 
-    mutant = Built(tmp_path, 3, 2, mutate)
+    mutant = Built(tmp_path, 3, {"one-shot": 2}, mutate)
     assert changed == {old for old, _ in MUTANTS[name]}
     with mock.patch.object(Ranks, "most_steps", 5_000_000):
         assert any(mutant.failures(seed, 24) for seed in range(4))

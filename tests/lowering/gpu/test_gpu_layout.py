@@ -7,23 +7,38 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_kernel, gpu_layout, select
-from fx_fusion.lowering.select import GPU_ONE_SHOT, Plan, Problem, Refusal, Row, gpu_max_tokens
+from fx_fusion.lowering import gpu_build, gpu_kernel, gpu_layout, gpu_select, select
+from fx_fusion.lowering.gpu_select import (
+    GPU_ONE_SHOT,
+    GPU_TWO_SHOT,
+    Row,
+    gpu_algorithm,
+    gpu_limits,
+    gpu_max_tokens,
+    gpu_takes_local,
+)
+from fx_fusion.lowering.gpu_workspace import mark_empty
+from fx_fusion.lowering.select import Plan, Problem, Refusal
 from fx_fusion.settings import FusionSettings
 
 WORLDS = range(2, 17)
 HIDDEN = (1, 63, 64, 1032, 2880, 4096, 5120, 7168, 8192, 16384)
 MIB = 2**20
-#: FlashInfer's workspace per rank for 2048 tokens x 7168 in bf16: one buffer of all ranks' rows
-#: and three Lamport buffers of the same size. 896 MiB at world size 8.
-FLASHINFER_BYTES = {world: 4 * world * 2048 * 7168 * 2 for world in (2, 4, 8)}
+#: FlashInfer's workspace per rank, in bf16: one buffer of all ranks' rows and three Lamport
+#: buffers of the same size. 896 MiB at world size 8.
+FLASHINFER_BYTES = {
+    world: 4 * world * 2048 * hidden * 2 for world, hidden in ((2, 4096), (4, 4096), (8, 7168))
+}
 
 
-@pytest.mark.parametrize(("world", "most"), [(2, 18.1), (4, 54.1), (8, 63.1), (16, 67.6)])
+@pytest.mark.parametrize(
+    ("world", "most"), [(2, 15.1), (3, 24.1), (4, 31.6), (8, 73.6), (16, 67.6)]
+)
 def test_the_memory_of_a_rank_is_what_the_documentation_says(world: int, most: float) -> None:
     assert most - 0.2 < gpu_layout.layout(world).total / MIB <= most
 
@@ -36,13 +51,38 @@ def test_the_memory_is_at_most_an_eighth_of_flashinfers(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_parts_of_a_workspace_do_not_overlap_and_are_aligned(world: int) -> None:
     layout = gpu_layout.layout(world)
-    starts = [layout.buffers[2], layout.buffers[4], layout.states[2], layout.states[4]]
+    two, four, shared = layout.one_shot[2], layout.one_shot[4], layout.two_shot
+    one_shot_places = gpu_layout.SLOTS * (world - 1)
+    two_shot_places = gpu_layout.TWO_SHOT_PLACES * (world - 1)
+    sizes = [  # of each part, in their order
+        two.segments * one_shot_places * gpu_layout.SEGMENT_BYTES,
+        four.segments * one_shot_places * gpu_layout.SEGMENT_BYTES,
+        shared.segments * two_shot_places * gpu_layout.SEGMENT_BYTES,
+        two.segments * gpu_layout.STATE_BYTES,
+        four.segments * gpu_layout.STATE_BYTES,
+        shared.segments * world * gpu_layout.STATE_BYTES,
+        gpu_layout.CONTROL_BYTES,
+    ]
+    starts = [two.buffer, four.buffer, shared.buffer, two.state, four.state, shared.state]
     starts += [layout.control, layout.total]
-    for width in (2, 4):
-        cells = gpu_layout.SLOTS * (world - 1) * gpu_layout.segments(world, width)
-        assert layout.buffers[width] + cells * gpu_layout.SEGMENT_BYTES == starts[width // 2]
-    assert starts == sorted(starts)
+    assert layout.states == two.state
+    assert starts == [0, *itertools.accumulate(sizes)]
     assert all(start % 256 == 0 for start in starts)
+
+
+def test_empty_places_are_marked_as_each_kernel_expects() -> None:
+    layout = gpu_layout.layout(3)
+    memory = torch.empty(layout.total, dtype=torch.uint8)
+    mark_empty(memory, layout)
+    for region, dtype, mark in (
+        (layout.one_shot[2], torch.int16, -0x8000),
+        (layout.one_shot[4], torch.int32, -0x80000000),
+        (layout.two_shot, torch.int32, -1),
+    ):
+        ends = [r.buffer for r in (*layout.one_shot.values(), layout.two_shot)]
+        end = min([e for e in ends if e > region.buffer], default=layout.states)
+        assert bool((memory[region.buffer : end].view(dtype) == mark).all())
+    assert not memory[layout.states :].any()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -50,6 +90,8 @@ def test_the_ring_holds_a_row_of_every_size(world: int) -> None:
     for hidden, width in itertools.product(HIDDEN, (2, 4)):
         assert gpu_layout.takes(hidden, world)
         assert gpu_layout.rows_per_launch(hidden, width, world) >= 1
+        if world > 2:
+            assert gpu_layout.rows_per_launch(hidden, width, world, "two-shot") >= world
 
 
 def test_sizes_beyond_the_limits_are_not_taken() -> None:
@@ -67,7 +109,7 @@ def test_every_spread_covers_the_row_within_the_hardware_s_limits(clusters: bool
         shape = gpu_layout.geometry(hidden, width, world, tokens, many, clusters)
         covered = shape.cluster * shape.threads * shape.vectors * 16
         assert covered >= hidden * width
-        assert shape.threads % 64 == 0
+        assert shape.threads % (32 if clusters else 64) == 0
         assert shape.threads <= 1024
         assert shape.cluster in ((1, 2, 4, 8) if clusters else (1,))
         assert shape.threads * shape.blocks <= 2048
@@ -96,23 +138,36 @@ PROBLEM = Problem(4096, torch.bfloat16, 2, "sm_90", None, False)
 ROW = Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 4096, 64, "an example", "2000-01-01", "none")
 
 
+ROWS = (
+    ROW,
+    replace(ROW, world_size=4, max_tokens=16),
+    replace(ROW, world_size=4, hidden_size=8192, max_tokens=8),
+    replace(ROW, kernel=GPU_TWO_SHOT, world_size=4, hidden_size=8192, max_tokens=512),
+)
+
+
 @pytest.fixture
-def one_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(select, "TABLE", (ROW,))
-    monkeypatch.setattr(select, "GPU_PROVEN", frozenset({("sm_90", 2)}))
-    gpu_max_tokens.cache_clear()
+def some_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gpu_select, "TABLE", ROWS)
+    monkeypatch.setattr(gpu_select, "GPU_PROVEN", frozenset({("sm_90", 2), ("sm_90", 4)}))
+    gpu_limits.cache_clear()
     yield
     monkeypatch.undo()
-    gpu_max_tokens.cache_clear()
+    gpu_limits.cache_clear()
 
 
-def most(kernel: str = "auto", hidden: int = 4096, **changes: object) -> int:
-    given = {"arch": "sm_90", "world_size": 2, "dtype": torch.bfloat16, "deterministic": False}
+def most(kernel: str = "auto", hidden: int = 4096, **changes: Any) -> int:
+    given: dict[str, Any] = {
+        "arch": "sm_90",
+        "world_size": 2,
+        "dtype": torch.bfloat16,
+        "deterministic": False,
+    }
     return gpu_max_tokens(kernel, hidden_size=hidden, **{**given, **changes})
 
 
 def test_without_measurements_auto_never_takes_the_kernel() -> None:
-    if not select.TABLE:
+    if not gpu_select.TABLE:
         assert most() == 0
         assert select.select(PROBLEM, FusionSettings()) == Plan(
             "unfused",
@@ -121,11 +176,11 @@ def test_without_measurements_auto_never_takes_the_kernel() -> None:
         )
 
 
-@pytest.mark.usefixtures("one_row")
+@pytest.mark.usefixtures("some_rows")
 def test_a_row_holds_for_its_size_and_smaller_ones_up_to_and_including_its_limit() -> None:
     assert most() == most(hidden=63) == 64
     assert most(hidden=4097) == 0
-    assert most(dtype=torch.float16) == most(world_size=4) == most(arch="sm_100") == 0
+    assert most(dtype=torch.float16) == most(world_size=8) == most(arch="sm_100") == 0
     kernels = [
         select.select(replace(PROBLEM, tokens=tokens), FusionSettings())
         for tokens in (None, 64, 65)
@@ -135,7 +190,7 @@ def test_a_row_holds_for_its_size_and_smaller_ones_up_to_and_including_its_limit
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("one_row")
+@pytest.mark.usefixtures("some_rows")
 def test_the_kernel_by_name_and_deterministic_sums_take_every_size() -> None:
     assert most("fx_fusion") == most(deterministic=True) == sys.maxsize
     assert most("unfused", deterministic=True) == 0
@@ -144,7 +199,73 @@ def test_the_kernel_by_name_and_deterministic_sums_take_every_size() -> None:
 
 def test_an_arch_without_a_passing_run_needs_the_option() -> None:
     assert most(arch="sm_100", deterministic=True) == 0
-    assert most(world_size=4, deterministic=True) == 0
+    assert most(world_size=8, deterministic=True) == 0
     assert most("fx_fusion", arch="sm_100") == sys.maxsize
     refusal = select.select(replace(PROBLEM, arch="gfx942"), FusionSettings(kernel="fx_fusion"))
     assert isinstance(refusal, Refusal)
+
+
+def algorithm(tokens: int, kernel: str = "auto", hidden: int = 4096, **changes: Any) -> str:
+    given: dict[str, Any] = {
+        "arch": "sm_90",
+        "world_size": 4,
+        "dtype": torch.bfloat16,
+        "deterministic": False,
+    }
+    return gpu_algorithm(kernel, tokens=tokens, hidden_size=hidden, **{**given, **changes})
+
+
+@pytest.mark.usefixtures("some_rows")
+def test_the_table_splits_one_shot_two_shot_and_unfused_by_inclusive_limits() -> None:
+    tokens = (1, 16, 17, 512, 513)
+    assert [algorithm(n) for n in tokens] == [
+        "one-shot", "one-shot", "two-shot", "two-shot", "unfused",
+    ]  # fmt: skip
+    assert [algorithm(n, hidden=8192) for n in (8, 9)] == ["one-shot", "two-shot"]
+    assert [algorithm(n, world_size=2) for n in (64, 65)] == ["one-shot", "unfused"]
+    assert algorithm(1, world_size=8) == algorithm(1, dtype=torch.float16) == "unfused"
+
+
+@pytest.mark.usefixtures("some_rows")
+def test_what_must_not_be_unfused_takes_two_shot_beyond_one_shot_s_limit() -> None:
+    assert [algorithm(n, deterministic=True) for n in (16, 17, 10**6)] == [
+        "one-shot", "two-shot", "two-shot",
+    ]  # fmt: skip
+    # no row: by bytes of x, 256 KiB at 8 ranks
+    assert [algorithm(n, "fx_fusion", world_size=8) for n in (32, 33)] == [
+        "one-shot", "two-shot",
+    ]  # fmt: skip
+    assert algorithm(1, "fx_fusion", hidden=16384, dtype=torch.float32) == "one-shot"
+    assert algorithm(10**6, "fx_fusion", world_size=2) == "one-shot"
+    assert algorithm(1, "unfused") == algorithm(1, "flashinfer") == "unfused"
+
+
+def test_a_forced_plan_takes_one_algorithm_at_every_size() -> None:
+    one, two = (select.kernel_of(select.forced_plan(a)) for a in ("one-shot", "two-shot"))
+    for tokens in (1, 10**6):
+        assert algorithm(tokens, one) == algorithm(tokens, two, world_size=2) == "one-shot"
+        assert algorithm(tokens, two) == "two-shot"
+        assert algorithm(tokens, two, hidden=16385) == "unfused"
+
+
+@pytest.mark.usefixtures("some_rows")
+def test_the_report_names_the_algorithm() -> None:
+    problem = replace(PROBLEM, world_size=4)
+    plans = [
+        select.select(replace(problem, tokens=tokens), FusionSettings())
+        for tokens in (16, 512, 513, None)
+    ]
+    assert [plan.kernel for plan in plans if isinstance(plan, Plan)] == [
+        GPU_ONE_SHOT, GPU_TWO_SHOT, "unfused", f"{GPU_ONE_SHOT} or two-shot",
+    ]  # fmt: skip
+
+
+def test_the_local_kernel_runs_where_it_has_passed_or_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_select, "GPU_LOCAL_PROVEN", frozenset({"sm_90"}))
+    assert gpu_takes_local("auto", "sm_90", 4096)
+    assert gpu_takes_local("fx_fusion", "sm_80", 4096)
+    assert not gpu_takes_local("auto", "sm_80", 4096)
+    assert not gpu_takes_local("fx_fusion", "gfx942", 4096)
+    assert not gpu_takes_local("auto", "sm_90", 16385)

@@ -1,0 +1,165 @@
+"""Add and norm of a tensor that is reduced already, as one launch of our own on a GPU.
+
+What the unfused path runs after the group's own all_reduce. It equals the eager lines of
+`unfused.py`: the hidden state bit by bit, the norm within one ulp (another order of adding up the
+squares). It needs no workspace and meets no other rank, so whether a rank can run it is that
+rank's own matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel
+from fx_fusion.lowering.arch import device_arch
+from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.gpu_driver import DriverError
+from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
+from fx_fusion.lowering.gpu_layout import Geometry, row_segments, vectors_of
+from fx_fusion.lowering.gpu_select import gpu_takes_local
+from fx_fusion.lowering.gpu_variant import spread_of, variant_of
+from fx_fusion.lowering.runtime_compiler import BuildError
+from fx_fusion.lowering.select import kernel_of
+
+log = logging.getLogger(__name__)
+
+#: Clusters of a launch at most; each takes the rows that are so many apart.
+_MOST_CLUSTERS: Final = 1 << 20
+
+
+@dataclass
+class Machine:
+    """A GPU as seen by this process, and the variants loaded on it.
+
+    Attributes:
+        arch: "sm_90".
+        multiprocessors: Of the GPU.
+        context: The CUDA context that kernels are loaded into.
+        lock: Held while a launch's parameters are written and used.
+        launchers: The variants in use; None for one that can't be had.
+    """
+
+    arch: str
+    multiprocessors: int
+    context: ctypes.c_void_p
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    launchers: dict[Any, LocalLauncher | None] = field(default_factory=dict)
+
+
+class LocalLauncher:
+    """One variant for one hidden size on one GPU, ready to launch."""
+
+    def __init__(self, arguments: Arguments, shape: Geometry, machine: Machine) -> None:
+        """Compile or fetch the variant, load it, and fill in what stays the same.
+
+        Raises:
+            BuildError: It can't be compiled.
+            DriverError: It can't be loaded.
+        """
+        variant = variant_of(arguments, shape, "local")
+        self._function = gpu_driver.Function(
+            gpu_build.machine_code(variant, machine.arch),
+            gpu_build.KERNELS[variant.algorithm].entry,
+            threads=shape.threads,
+            cluster=shape.cluster,
+            programmatic=has_programmatic_launch(machine.arch),
+            context=machine.context,
+        )
+        hidden_size, width = arguments.x.shape[-1], arguments.x.element_size()
+        call, hidden = gpu_kernel._CALL, gpu_kernel._HIDDEN
+        # what a workspace would fill in stays zero
+        self._parameters = bytearray(call.size + hidden.size + gpu_kernel._WORKSPACE.size)
+        hidden.pack_into(
+            self._parameters,
+            call.size,
+            hidden_size,
+            vectors_of(hidden_size, width),
+            row_segments(hidden_size, width),
+            1.0 / hidden_size,
+        )
+        self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
+        self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
+
+    def launch(
+        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
+    ) -> None:
+        """Put one launch into the stream; the machine's lock is held."""
+        clusters = min(rows, _MOST_CLUSTERS)
+        gpu_kernel._CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
+        self._function.launch(clusters, stream, self._pointers)
+
+
+def run(reduced: torch.Tensor, arguments: Arguments) -> Results | None:
+    """Add and normalise; None where the kernel can't, so that torch's own have to.
+
+    Args:
+        reduced: The sum over ranks on a GPU, contiguous, not empty, of x's shape and dtype.
+        arguments: The op's; its `x` isn't looked at.
+
+    Returns:
+        New contiguous tensors; `reduced` itself where it is wanted.
+    """
+    arch = device_arch(reduced.device)
+    if not gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1]):
+        return None
+    index = reduced.device.index
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return run(reduced, arguments)
+    machine = machine_of(index)
+    if machine is None:
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return enqueue(reduced, arguments, machine, stream)
+
+
+def enqueue(
+    reduced: torch.Tensor, arguments: Arguments, machine: Machine, stream: int
+) -> Results | None:
+    """Put one call into the stream; None where the variant can't be had."""
+    local = arguments._replace(x=reduced, want_reduced=False)
+    rows = reduced.numel() // reduced.shape[-1]
+    with machine.lock:
+        launcher = _launcher(local, rows, machine)
+        if launcher is None:
+            return None
+        # The scale is taken in fp32, as the eager lines of the unfused path do.
+        results = gpu_kernel.submit(local, [(launcher, 0, rows)], stream, torch.float32)
+    return results._replace(reduced=reduced) if arguments.want_reduced else results
+
+
+def _launcher(arguments: Arguments, rows: int, machine: Machine) -> LocalLauncher | None:
+    clusters = has_programmatic_launch(machine.arch)
+    shape = spread_of(arguments, rows, machine.multiprocessors, clusters, "local")
+    key = (shape, *gpu_kernel.variant_key(arguments))
+    if key not in machine.launchers:
+        try:
+            machine.launchers[key] = LocalLauncher(arguments, shape, machine)
+        except (BuildError, DriverError) as error:
+            machine.launchers[key] = None
+            log.warning("fx_fusion: add and norm run on torch's own kernels: %s", error)
+    return machine.launchers[key]
+
+
+@functools.cache
+def machine_of(index: int) -> Machine | None:
+    """The GPU of this index; None, with a WARNING, where its driver can't be used.
+
+    Legal while a graph is captured: it only looks. A thread that has just worked on the GPU has
+    its context.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        context = gpu_driver.current_context()
+    except DriverError as error:
+        log.warning("fx_fusion: add and norm run on torch's own kernels: %s", error)
+        return None
+    arch = device_arch(torch.device("cuda", index))
+    return Machine(arch, properties.multi_processor_count, context)

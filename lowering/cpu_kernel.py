@@ -114,30 +114,53 @@ class BoundCall:
         scale_tensor: torch.Tensor | None,
     ) -> Results:
         """Run one site over the group's shared memory; results are new contiguous tensors."""
+        shape = x.shape
+        rstd_dtype = torch.float32 if self._wants_rstd else None
+        results = Results(
+            self._output(x, shape, self._norm_dtype, 0),
+            self._output(x, shape, self._hidden_dtype, 1),
+            self._output(x, shape, self._reduced_dtype, 2),
+            self._output(x, (*shape[:-1], 1), rstd_dtype, 3),
+        )
+        # reading a 0-d CPU tensor costs nothing
+        eps = None if eps_tensor is None else float(eps_tensor.item())
+        scale = None if scale_tensor is None else float(scale_tensor.item())
+        self.run_into(eps, scale, x, residual, weight, bias, *results)
+        return results
+
+    def run_into(
+        self,
+        eps: float | None,
+        scale: float | None,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        reduced: torch.Tensor | None,
+        rstd: torch.Tensor | None,
+    ) -> None:
+        """Run one site into given results, contiguous; what isn't wanted is not looked at.
+
+        None for eps or scale stands for the number that the call was bound with.
+        """
         call = self._call
         x, call.x = _readable(x)
         residual, call.residual = _readable(residual)
         weight, call.weight = _readable(weight)
         bias, call.bias = _readable(bias)
-        shape = x.shape
-        norm = self._output(x, shape, self._norm_dtype, 0)
-        hidden = self._output(x, shape, self._hidden_dtype, 1)
-        reduced = self._output(x, shape, self._reduced_dtype, 2)
-        rstd_dtype = torch.float32 if self._wants_rstd else None
-        rstd = self._output(x, (*shape[:-1], 1), rstd_dtype, 3)
-        call.norm = None if self._norm_dtype is None else norm.data_ptr()
-        call.residual_out = None if self._hidden_dtype is None else hidden.data_ptr()
-        call.reduced = None if self._reduced_dtype is None else reduced.data_ptr()
-        call.rstd = rstd.data_ptr() if self._wants_rstd else None
-        # reading a 0-d CPU tensor costs nothing
-        call.eps = self._eps if eps_tensor is None else float(eps_tensor.item())
-        call.scale = self._scale if scale_tensor is None else float(scale_tensor.item())
+        call.norm = _address(norm, self._norm_dtype)
+        call.residual_out = _address(hidden, self._hidden_dtype)
+        call.reduced = _address(reduced, self._reduced_dtype)
+        call.rstd = _address(rstd, self._wants_rstd)
+        call.eps = self._eps if eps is None else eps
+        call.scale = self._scale if scale is None else scale
         call.has_scale = call.scale != 1.0
         elements = x.numel()
         if elements != self._tokens * self._hidden_size:
             self._set_tokens(elements // self._hidden_size)
         self._workspace.call(call)
-        return Results(norm, hidden, reduced, rstd)
 
     def run_arguments(self, arguments: Arguments) -> Results:
         """`run` with the tensors of these arguments."""
@@ -212,6 +235,11 @@ def _readable(tensor: Any) -> tuple[Any, int | None]:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     return tensor, tensor.data_ptr()
+
+
+def _address(result: torch.Tensor | None, wanted: object) -> int | None:
+    """Where a result goes, None for one that isn't wanted."""
+    return result.data_ptr() if wanted and result is not None else None
 
 
 def _code(tensor: torch.Tensor | None) -> int:

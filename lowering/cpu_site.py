@@ -2,12 +2,12 @@
 
 The dispatcher takes about 25 us for the op's twenty arguments, more than the kernel itself at a
 few tokens. Generated code therefore makes one CpuSite a site when it is loaded, and calls it
-with the tensors alone.
+with the tensors and the planned results alone.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,15 @@ from fx_fusion.lowering import dispatch, unfused
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.cpu_kernel import BoundCall
 from fx_fusion.lowering.groups import checked_group, current_group
-
-#: The tensor arguments, in the order of a call.
-TENSORS: Final = ("x", "residual", "weight", "bias", "eps_tensor", "scale_tensor")
+from fx_fusion.lowering.site_call import Number, Tensor, arguments_of, copy_results
 
 
 class CpuSite:
     """One site's constants and what they come to; called with its tensors.
 
-    Equal to `torch.ops.fx_fusion.all_reduce_add_rms_norm` with the same arguments, and it
-    takes the same path: the kernel where the group has a workspace, else unfused.
+    Equal to `torch.ops.fx_fusion.all_reduce_add_rms_norm` with the same arguments, whose
+    results it writes where it is told, and on the same path: the kernel where the group has a
+    workspace, else unfused.
     """
 
     def __init__(self, **constants: Any) -> None:
@@ -37,14 +36,31 @@ class CpuSite:
 
     def __call__(
         self,
+        eps: Number,
+        scale: Number,
         x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps_tensor: torch.Tensor | None,
-        scale_tensor: torch.Tensor | None,
-    ) -> Results:
-        """Run the site; a name may stand for another group after destroy and init."""
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        norm: Tensor,
+        hidden: Tensor,
+        reduced: Tensor,
+        rstd: Tensor,
+    ) -> None:
+        """Run the site; a name may stand for another group after destroy and init.
+
+        Args:
+            eps: A number or 0-d tensor in place of the constant; None for the constant.
+            scale: The same for the factor.
+            x: As the op takes it, and with it residual, weight and bias.
+            residual: See x.
+            weight: See x.
+            bias: See x.
+            norm: Where results go, contiguous, of the op's dtypes; None where not wanted.
+            hidden: See norm.
+            reduced: See norm.
+            rstd: See norm.
+        """
         bound = self._bound
         if (
             bound is None
@@ -52,17 +68,23 @@ class CpuSite:
             or x.numel() == 0
             or current_group(self._name) is not self._group
         ):
-            given = (residual, weight, bias, eps_tensor, scale_tensor)
-            named: dict[str, Any] = dict(zip(TENSORS[1:], given, strict=True))
-            return self._first(Arguments(x=x, **named, **self._constants))
-        return bound.run(x, residual, weight, bias, eps_tensor, scale_tensor)
+            bound = self._bind(
+                arguments_of(self._constants, eps, scale, x, residual, weight, bias),
+                Results(norm, hidden, reduced, rstd),  # type: ignore[arg-type]
+            )
+            if bound is None:
+                return
+        eps = None if eps is None else float(eps)
+        scale = None if scale is None else float(scale)
+        bound.run_into(eps, scale, x, residual, weight, bias, norm, hidden, reduced, rstd)
 
-    def _first(self, arguments: Arguments) -> Results:
-        """The way of the op itself; binds the kernel's call for the next ones."""
+    def _bind(self, arguments: Arguments, results: Results) -> BoundCall | None:
+        """The kernel's call for this and the next ones; None if the call was made, unfused."""
         group = checked_group(self._name, arguments.world_size)
         workspace = dispatch.cpu_workspace_for(arguments, group)
         self._group, self._bound = group, None
         if workspace is None:
-            return unfused.run(arguments, group)
+            copy_results(unfused.run(arguments, group), results)
+            return None
         self._bound = BoundCall(arguments, workspace)
-        return self._bound.run_arguments(arguments)
+        return self._bound

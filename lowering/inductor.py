@@ -1,59 +1,118 @@
 """The fused op in Inductor's own terms: a collective, kept in order, called without detours.
 
-A registered lowering makes each site a collective of Inductor's IR. That does two things:
+A registered lowering makes each site a collective of Inductor's IR. That does three things:
 
 * Inductor keeps collectives in the graph's order, by a fake dependency from each to the next.
   An op it doesn't know has no place in that order, and two ranks whose graphs were scheduled
   differently (one static, one dynamic) would meet each other's collectives.
-* On the CPU the generated Python calls a `CpuSite` bound to the site's constants, not the
-  dispatcher:
+* The generated Python calls an entry point bound to the site's constants, not the dispatcher.
+  On a GPU it is the launcher in C, see `gpu_site`; on the CPU it is `cpu_site`:
 
       site = CpuSite(eps=1e-06, group_name='0', world_size=2, ...)       # once, at import
-      buf5 = site(buf4, arg3_1, arg4_1, None, None, None)
-      buf6 = buf5[0]
+      site(None, None, buf4, arg3_1, arg4_1, None, buf5, None, None, None)
 
-  Elsewhere (GPUs, the C++ wrapper, AOTInductor) the op itself is called as before.
+* Results are Inductor's buffers, planned and used again like its own kernels' results, and
+  one that isn't wanted takes no memory. They are allocated empty, and the site mutates them.
+
+The C++ wrapper and AOTInductor call the op itself, through the dispatcher.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, cast
 
+import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from fx_fusion.lowering.cpu_site import TENSORS
+from fx_fusion.lowering.arguments import Results
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm
 
 _POSITIONAL: Final = ("x", "residual", "weight", "bias", "eps", "group_name", "world_size")
+#: Tensors whose memory a call reads, in its order; then those that stand for a number.
+_ARRAYS: Final = ("x", "residual", "weight", "bias")
+_NUMBERS: Final = ("eps", "scale")
+_WANTED: Final = ("norm", "residual", "reduced", "rstd")
+# torch leaves parts of it untyped.
+_ir: Final = cast(Any, ir)
 
 
-class SiteKernel(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
-    """One site: results as a tuple, ordered with the graph's other collectives."""
+class DispatchedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
+    """One site as a call of the op, ordered with the graph's other collectives."""
+
+
+class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
+    """One site as a call of its entry point, which writes to buffers that Inductor planned.
+
+    Attributes:
+        constants: Every argument of the op that isn't a tensor.
+        tensors: The tensor arguments by name.
+        results: Norm, hidden state, reduced value and rstd; None where not wanted.
+    """
+
+    def __init__(
+        self,
+        constants: dict[str, Any],
+        tensors: dict[str, Any],
+        results: tuple[Any, ...],
+    ) -> None:
+        """Register the site with Inductor's graph, and that it writes to `results`."""
+        self.constants, self.tensors, self.results = constants, tensors, results
+        device = tensors["x"].get_device()
+        named = {name: value for name, value in constants.items() if name not in _POSITIONAL}
+        positional = [{**tensors, **constants}.get(name) for name in _POSITIONAL]
+        given = [*tensors.values(), *(result for result in results if result is not None)]
+        super().__init__(
+            _ir.NoneLayout(device=device),
+            all_reduce_add_rms_norm,
+            given,
+            # Inductor's estimates find the group's name here.
+            (constants["group_name"],),
+            lambda *_: (positional, named),
+        )
+        self.mutation_outputs.extend(
+            _ir.MutationOutput(_ir.NoneLayout(device=device), result, self)
+            for result in results
+            if result is not None
+        )
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call: a bound CpuSite where that works, the op elsewhere."""
-        arguments = self._arguments()
-        x = arguments["x"]
-        if V.graph.cpp_wrapper or x.get_device().type != "cpu":
-            super().codegen(wrapper)
-            return
-        tensors = [arguments.pop(name, None) for name in TENSORS]
-        constants = ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
+        """Write the call, and the making of the entry point at import."""
+        x = self.tensors["x"]
+        device = x.get_device()
         # one a site: a site binds its dtypes and hidden size at its first call
         name = f"fx_fusion_site_{self.get_name()}"
-        wrapper.add_import_once("from fx_fusion.lowering.cpu_site import CpuSite")
-        wrapper.add_import_once(f"{name} = CpuSite({constants})")
-        given = ", ".join("None" if t is None else t.codegen_reference() for t in tensors)
-        self.codegen_comment(wrapper)
-        wrapper.writeline(f"{self.get_name()} = {name}({given})")
+        constants = ", ".join(
+            f"{key}={value!r}" for key, value in sorted(self.constants.items())
+        )
+        given = [self._number(key) for key in _NUMBERS]
+        given += [_reference(self.tensors.get(key)) for key in _ARRAYS]
+        given += map(_reference, self.results)
+        if not runs_on_gpu(device):
+            wrapper.add_import_once("from fx_fusion.lowering.cpu_site import CpuSite")
+            wrapper.add_import_once(f"{name} = CpuSite({constants})")
+        else:
+            wrapper.add_import_once("from fx_fusion.lowering.gpu_site import gpu_site")
+            wrapper.add_import_once(f"{name} = gpu_site({constants})")
+            wrapper.write_get_raw_stream_header()
+            rows = sympy_product(x.get_size()[:-1])
+            given = [
+                f"get_raw_stream({device.index})",
+                wrapper.codegen_python_sizevar(rows),
+                *given,
+            ]
+        wrapper.writeline(f"{name}({', '.join(given)})")
 
-    def _arguments(self) -> dict[str, Any]:
-        """The call's arguments by name; tensors as IR nodes."""
-        args, kwargs = self.unflatten_args(self.inputs, self.constant_args)
-        return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs, **self.kwargs}
+    def _number(self, name: str) -> str:
+        """eps or scale of the call: None for the constant, a CPU tensor's value, a tensor."""
+        tensor = self.tensors.get(f"{name}_tensor")
+        if tensor is None:
+            return "None"
+        text = _reference(tensor)
+        return f"{text}.item()" if tensor.get_device().type == "cpu" else text
 
 
 def register() -> None:
@@ -63,6 +122,73 @@ def register() -> None:
 
 
 def _lower(*args: Any, **kwargs: Any) -> Any:
-    """The op's lowering: a SiteKernel and its four results."""
-    results = SiteKernel.create(all_reduce_add_rms_norm, *args, **kwargs)
-    return pytree.tree_map_only(ir.IRNode, cast(Any, ir.TensorBox).create, results)
+    """The op's lowering: one site and its four results."""
+    if V.graph.cpp_wrapper:
+        results = DispatchedSite.create(all_reduce_add_rms_norm, *args, **kwargs)
+        return pytree.tree_map_only(ir.IRNode, _ir.TensorBox.create, results)
+    arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+    tensors, constants = {}, {}
+    for name, value in arguments.items():
+        if isinstance(value, ir.IRNode):
+            tensors[name] = _dense(value)
+        elif value is not None or name.endswith("dtype"):
+            constants[name] = value
+    eps = tensors.get("eps_tensor")
+    if eps is not None and runs_on_gpu(eps.get_device()):
+        tensors["eps_tensor"] = _as_float32(eps)
+    x = arguments["x"]
+    results = [
+        empty_strided(
+            _size(name, x, _wanted(name, arguments)), None, dtype=dtype, device=x.get_device()
+        )
+        for name, dtype in zip(_WANTED, _dtypes(), strict=True)
+    ]
+    planned = tuple(
+        result.data if _wanted(name, arguments) else None
+        for name, result in zip(_WANTED, results, strict=True)
+    )
+    PlannedSite(constants, tensors, planned)
+    return Results(*results)
+
+
+def runs_on_gpu(device: torch.device) -> bool:
+    """True if a site on this device is launched with a stream."""
+    return device.type != "cpu"
+
+
+def _as_float32(scalar: Any) -> Any:
+    """A 0-d tensor as the kernel reads it, cast once a graph."""
+    if scalar.get_dtype() is torch.float32:
+        return scalar
+    casts = V.graph.__dict__.setdefault("fx_fusion_casts", {})
+    name = scalar.get_name()
+    if name not in casts:
+        casts[name] = _dense(to_dtype(_ir.TensorBox.create(scalar), torch.float32))
+    return casts[name]
+
+
+def _wanted(name: str, arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get(f"want_{name}", name == "norm"))
+
+
+def _size(name: str, x: Any, wanted: bool) -> list[Any]:
+    """A result's size; one that isn't wanted is empty, and no code is written for it."""
+    if not wanted:
+        return [0]
+    return [*x.get_size()[:-1], 1] if name == "rstd" else list(x.get_size())
+
+
+def _dtypes() -> list[torch.dtype]:
+    """The results' dtypes, from the fake call."""
+    return [value.dtype for value in V.graph.current_node.meta["val"]]
+
+
+def _dense(tensor: Any) -> Any:
+    """A tensor in memory without gaps; copied only where it isn't that already."""
+    kernel = _ir.ExternKernel
+    realized = kernel.realize_input(tensor)
+    return kernel.require_contiguous_strides(realized) if tensor.get_size() else realized
+
+
+def _reference(tensor: Any) -> str:
+    return "None" if tensor is None else str(tensor.codegen_reference())

@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as funcol
 from graph_caches import compile_every_graph_again
 from torch._inductor.utils import run_and_get_code
 
+from fx_fusion.lowering import inductor
 from fx_fusion.passes import pipeline
 
 HIDDEN = 96
@@ -37,11 +38,28 @@ def inputs(rank: int, call: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return x, z, torch.randn(tokens, HIDDEN, generator=same), torch.ones(HIDDEN)
 
 
-def run(rank: int, world_size: int, dynamic_rank: int, options: dict[str, Any]) -> Any:
-    """The largest difference from eager over calls of several sizes, the first code, and the
-    collectives of the first graph in their order after the pass.
+def run(
+    rank: int,
+    world_size: int,
+    dynamic_rank: int,
+    options: dict[str, Any],
+    as_on_gpu: bool = False,
+) -> Any:
+    """The largest difference from eager over calls of several sizes, the first code, the
+    collectives of the first graph in their order after the pass, and the names of the op's
+    events in the dispatcher.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks.
+        dynamic_rank: The rank that compiles with dynamic sizes from the start.
+        options: Inductor's.
+        as_on_gpu: Write the code that is written for a GPU; its sites find no GPU kernel and
+            take the op's own way.
     """
     del world_size
+    if as_on_gpu:
+        inductor.runs_on_gpu = lambda device: True
     orders: list[list[str]] = []
 
     def recorded(graph: torch.fx.Graph, *args: Any, **keywords: Any) -> Any:
@@ -73,4 +91,24 @@ def run(rank: int, world_size: int, dynamic_rank: int, options: dict[str, Any]) 
             for a, b in zip(results, expected, strict=True):
                 assert a.stride() == b.stride()
                 worst = max(worst, float((a - b).abs().max()))
-    return worst, source, orders[0]
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profile:
+            compiled(*given)
+    events = {event.key for event in profile.key_averages() if "fx_fusion" in event.key}
+    return worst, source, orders[0], sorted(events)
+
+
+def generated_code() -> str:
+    """The code of one site whose hidden state is used, for the group that exists."""
+
+    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        h = residual + all_reduce(x @ x.t() @ x)
+        return torch.nn.functional.rms_norm(h, (HIDDEN,), weight, 1e-6) * 2, h.sin()
+
+    compile_every_graph_again()
+    compiled = torch.compile(block, backend="fx_fusion")
+    given = inputs(0, 0, 4)
+    with torch.no_grad():
+        _, codes = cast(Any, run_and_get_code)(compiled, given[0], given[2], given[3])
+    return str(codes[0])

@@ -53,6 +53,7 @@ __all__ = [
     "is_tracing",
     "mode_names",
     "mode_options",
+    "package_metadata",
     "registered_groups",
     "reset_inductor",
     "run_post_grad_passes",
@@ -182,6 +183,25 @@ def inductor_counters() -> Counter[str]:
     from torch._dynamo.utils import counters
 
     return counters["inductor"]
+
+
+def package_metadata() -> tuple[dict[str, str], object] | None:
+    """What AOTInductor writes beside the code of the package it is compiling; None elsewhere.
+
+    It is one dict for the whole process, into which torch itself writes too, so whoever adds to
+    it has to take that out again when the compilation is over.
+
+    Returns:
+        The dict, and an object that lives as long as the compilation.
+    """
+    from torch._guards import CompileContext
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    context = CompileContext.try_get()
+    if not V.aot_compilation or context is None:
+        return None
+    return config.aot_inductor.metadata, context
 
 
 def inductor_option_names() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import json
 import logging
 import sys
 import threading
+import weakref
 from typing import Final
 from uuid import uuid4
 
@@ -24,6 +25,8 @@ from fx_fusion.report import FusionReport, GraphReport
 
 log = logging.getLogger(__name__)
 
+#: A package's metadata has the report under this name.
+PACKAGE_KEY: Final = "fx_fusion.report"
 #: The counters' names: this, an id of the run of the pass, and the report as JSON.
 PREFIX: Final = "fx_fusion.report:"
 
@@ -33,6 +36,8 @@ _reports: list[FusionReport] = []
 TEXT_BYTES: Final = 8 << 20
 #: How often each counter of ours had been counted when last looked at.
 _seen: dict[str, int] = {}
+#: The compilation whose package has been given a report, while it lasts.
+_packaging: weakref.ref[object] | None = None
 
 
 def reports() -> list[FusionReport]:
@@ -66,6 +71,30 @@ def record(report: GraphReport) -> None:
         key = f"{PREFIX}{uuid4().hex}:{json.dumps(report.to_dict(), sort_keys=True)}"
         inductor_counters()[key] = 1
         _seen[key] = 1
+
+
+def package(report: GraphReport) -> None:
+    """Put the report into the AOTInductor package that is being compiled, if one is.
+
+    It comes back as `FusionReport.from_json(loaded.get_metadata()[PACKAGE_KEY])`.
+    """
+    from fx_fusion.compat import package_metadata
+
+    global _packaging
+    found = package_metadata()
+    if found is None:
+        return
+    metadata, scope = found
+    whole = FusionReport((report,))
+    if (
+        _packaging is not None and _packaging() is scope
+    ):  # a second graph of this package, nested in the first, say
+        whole = FusionReport.merged([FusionReport.from_json(metadata[PACKAGE_KEY]), whole])
+    else:
+        _packaging = weakref.ref(scope)
+        # the next package may be compiled without us, and would carry the report of this one
+        weakref.finalize(scope, metadata.pop, PACKAGE_KEY, None)
+    metadata[PACKAGE_KEY] = whole.to_json()
 
 
 def _bound_texts() -> None:

@@ -321,6 +321,11 @@ class FusionReport:
         """`to_dict` as one line of JSON with sorted keys."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
+    @classmethod
+    def from_json(cls, text: str) -> FusionReport:
+        """Read what `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the report into a folder: a page for the browser, and files for programs.
 

@@ -64,6 +64,7 @@ class FusionPass(compat.InferenceAwarePass):
         """
         report = self._reported(graph, compat.graph_kind(is_inference))
         compiled.record(report)
+        compiled.package(report)
         _log(report)
         if compat.is_tracing():
             _trace(report)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -268,11 +268,23 @@ def load_usual_variants(
     That is with the norm cast before the weight or after, and with or without the new residual,
     for every spread of a row that up to `max_tokens` tokens get.
     """
+    size = workspace.group.size()
+    algorithms = ("one-shot", "two-shot") if size > 2 else ("one-shot",)
+    for arguments in usual_sites(workspace, hidden_size, dtype):
+        for algorithm in algorithms:
+            most = rows_per_launch(hidden_size, dtype.itemsize, size, algorithm)
+            for rows in range(1, min(max_tokens, most) + 1):
+                _launcher(arguments, rows, workspace, algorithm)
+
+
+def usual_sites(
+    workspace: GpuWorkspace, hidden_size: int, dtype: torch.dtype
+) -> Iterator[Arguments]:
+    """A call of one token of each common site, see `load_usual_variants`."""
     x = torch.empty(1, hidden_size, dtype=dtype, device=workspace.device)
     name, size = workspace.group.group_name, workspace.group.size()
-    algorithms = ("one-shot", "two-shot") if size > 2 else ("one-shot",)
     for norm_dtype, want_residual in itertools.product((dtype, None), (True, False)):
-        arguments = Arguments(
+        yield Arguments(
             x,
             x,
             x[0],
@@ -283,10 +295,6 @@ def load_usual_variants(
             norm_dtype=norm_dtype,
             want_residual=want_residual,
         )
-        for algorithm in algorithms:
-            most = rows_per_launch(hidden_size, dtype.itemsize, size, algorithm)
-            for rows in range(1, min(max_tokens, most) + 1):
-                _launcher(arguments, rows, workspace, algorithm)
 
 
 def empty_results(arguments: Arguments) -> Results:

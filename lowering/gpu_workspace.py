@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: How long a call waits for its peers where the group doesn't say, in seconds.
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+#: What the WARNING says is taken.
+UNFUSED_PATH: Final = "the unfused path"
 #: Lets ranks share a GPU, for tests.
 _OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 #: `Cause` of the kernel.
@@ -49,7 +51,9 @@ class GpuWorkspace:
     Attributes:
         group: Whose it is.
         device: The GPU.
-        refusal: Why calls take the unfused path, "" if they don't; equal on all ranks.
+        refusal: Why calls don't take this kernel, "" if they do; equal on all ranks.
+        lacks_compiler: A rank lacks the compiler or the driver's functions for this kernel, so
+            that the one in Triton may do; equal on all ranks.
         arch: "sm_90".
         multiprocessors: Those a rank may fill: the least of all ranks', divided by the ranks
             that share the GPU.
@@ -68,6 +72,7 @@ class GpuWorkspace:
     group: dist.ProcessGroup
     device: torch.device
     refusal: str = ""
+    lacks_compiler: bool = False
     arch: str = ""
     multiprocessors: int = 0
     sharers: int = 1
@@ -179,9 +184,11 @@ def gpu_workspace(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspac
         made = _in_thread(group, torch.device("cuda", index))
     _workspaces[key] = made
     if made.refusal and group.rank() == 0:
+        path = "a kernel in Triton or the unfused path" if made.lacks_compiler else UNFUSED_PATH
         log.warning(
-            "fx_fusion: group %s takes the unfused path on all ranks: %s",
+            "fx_fusion: group %s takes %s on all ranks: %s",
             group.group_name,
+            path,
             made.refusal,
         )
     return made
@@ -219,7 +226,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
     agreement = agree(group, facts, equal=("source", "nvrtc", "torch", "bytes"))
     refusal = agreement.refusal or _differences(agreement.facts)
     if refusal:
-        return GpuWorkspace(group, device, refusal)
+        return GpuWorkspace(group, device, refusal, bool(agreement.refusal))
     devices = [(other["host"], other["uuid"]) for other in agreement.facts]
     sharers = max(devices.count(one) for one in devices)
     if sharers > 1 and os.environ.get(_OVERLAPPING) != "1":

@@ -8,6 +8,7 @@ and all take the unfused path. `triton_layout` gives its size.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE
 from fx_fusion.lowering.gpu_workspace import (
     _HOST_WORDS,
     _OVERLAPPING,
+    UNFUSED_PATH,
     GpuWorkspace,
     _differences,
     _first_line,
@@ -33,6 +35,8 @@ from fx_fusion.lowering.gpu_workspace import (
     _timeout_seconds,
 )
 from fx_fusion.lowering.triton_layout import layout
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,6 +94,13 @@ def triton_workspace(group: dist.ProcessGroup, device: torch.device) -> TritonWo
     with _making, ThreadPoolExecutor(1) as thread:
         made = thread.submit(_make, group, torch.device("cuda", index)).result()
     _workspaces[key] = made
+    if made.refusal and group.rank() == 0:
+        log.warning(
+            "fx_fusion: group %s takes %s on all ranks: %s",
+            group.group_name,
+            UNFUSED_PATH,
+            made.refusal,
+        )
     return made
 
 

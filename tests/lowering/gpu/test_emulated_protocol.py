@@ -1,0 +1,146 @@
+"""The GPU kernels' protocol on emulated ranks: ranks that fail, and mutants of the sources.
+
+The mutants show the teeth of the comparisons: each breaks a rule, and has to be found out.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from emulated_calls import Built, arguments_of
+from emulated_ranks import Ranks
+
+from fx_fusion.errors import PeerTimeoutError
+from fx_fusion.lowering import gpu_build, gpu_layout
+from fx_fusion.lowering.cpu_build import compiler
+
+pytestmark = pytest.mark.skipif(compiler() == "", reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("three"), 3, {"one-shot": 2, "two-shot": 2})
+
+
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+def test_an_absent_rank_ends_the_wait_with_nan_and_an_error(
+    three: Built, algorithm: str
+) -> None:
+    """Two-shot too names the absent rank alone: an owner passes on for whom it waited."""
+    choice = random.Random(5)
+    calls = [arguments_of(1, 3, 3, choice) for _ in range(2)]
+    with three.ranks() as ranks:
+        for workspace in ranks.workspaces:
+            workspace.timeout_nanoseconds = 300_000  # the emulator's clock counts steps
+        given = [[ranks.call(rank, own[rank], algorithm) for own in calls] for rank in (0, 2)]
+        assert ranks.run() == 0
+        for results in (result for own in given for result in own):
+            assert all(bool(value.isnan().all()) for value in results)
+        for rank in (0, 2):
+            with pytest.raises(PeerTimeoutError, match="rank 1 did not come"):
+                ranks.workspaces[rank].check()
+        ranks.workspaces[1].check()
+
+
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+def test_two_calls_at_work_on_one_segment_are_an_error(three: Built, algorithm: str) -> None:
+    choice = random.Random(6)
+    with three.ranks() as ranks:
+        states = gpu_layout.layout(3).region(algorithm, 2).state
+        ranks.memories[0][states + 8] = 1  # as another launch would leave it while it runs
+        for rank, arguments in enumerate(arguments_of(1, 2, 3, choice)):
+            ranks.call(rank, arguments, algorithm)
+        assert ranks.run() == 0
+        with pytest.raises(PeerTimeoutError, match="two calls overlapped"):
+            ranks.workspaces[0].check()
+
+
+#: Each breaks a rule of the protocol, by algorithm: what to replace, by what.
+MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "one-shot": {
+        "no wipe": [("column < extent;", "column < 0;")],
+        "wipe as wide as this use": [
+            ("column < extent;", "column < extent && column < width;")
+        ],
+        "two slots": [
+            ("slot == 0 ? 2 : slot - 1", "1 - slot"),
+            ("slot == 2 ? 0 : slot + 1", "1 - slot"),
+        ],
+        "one word polled": [
+            (
+                "for (int k = 0; k < 4; ++k) {\n    if constexpr (X_DTYPE == kFloat32) {\n      found",
+                "for (int k = 0; k < 1; ++k) {\n    if constexpr (X_DTYPE == kFloat32) {\n      found",
+            )
+        ],
+        "inputs read before the wait": [("  wait_for_predecessor();\n", "")],
+        "stride of the call's rows": [
+            (
+                "* p.segments + segment",
+                "* static_cast<u32>(p.rows * p.row_segments) + segment",
+            ),
+            (
+                "static_cast<u64>(p.segments) * kSegment",
+                "static_cast<u64>(p.rows * p.row_segments) * kSegment",
+            ),
+        ],
+        "negative zero sent": [
+            ("const Words v = without_empty(x[k]);", "const Words v = x[k];")
+        ],
+    },
+    "two-shot": {
+        "no wipe": [("if (!broken && j < p.vectors)", "if (false)")],
+        "parts not wiped": [
+            (
+                "push(scatter_place(p, p.rank, source",
+                "if (false) push(scatter_place(p, p.rank, source",
+            )
+        ],
+        "sums not wiped": [
+            ("push(gather_place(p, p.rank, owner, segment) + column, nothing);", ";")
+        ],
+        "one slot": [("slot[k] ^ 1u", "0u")],
+        "one word polled": [("k < 4; ++k) found |=", "k < 1; ++k) found |=")],
+        "inputs read before the wait": [("  wait_for_predecessor();\n", "")],
+        "stride of the call's rows": [
+            (
+                "* p.segments + segment;",
+                "* ((p.rows + kWorld - 1) / kWorld * p.row_segments) + segment;",
+            ),
+            (
+                "static_cast<u64>(p.segments) * kSegment",
+                "static_cast<u64>((p.rows + kWorld - 1) / kWorld * p.row_segments) * kSegment",
+            ),
+        ],
+        "a row's part sent when it is its turn": [
+            ("scatter(p, spread, row);\n  }", ";\n  }"),
+            (
+                "      Inputs inputs;\n",
+                "      Inputs inputs;\n      if (!own) scatter(p, spread, row);\n",
+            ),
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [(a, name) for a, mutants in MUTANTS.items() for name in mutants]
+)
+def test_the_tests_see_what_breaks_the_protocol(
+    algorithm: str, name: str, tmp_path: Path
+) -> None:
+    file = gpu_build.KERNELS[algorithm].source
+    changes = MUTANTS[algorithm][name]
+
+    def mutate(given: str, source: str) -> str:
+        if given == file:
+            for old, new in changes:
+                assert old in source
+                source = source.replace(old, new)
+        return source
+
+    mutant = Built(tmp_path, 3, {algorithm: 2}, mutate)
+    with mock.patch.object(Ranks, "most_steps", 5_000_000):
+        assert any(mutant.failures(seed, 24) for seed in range(4))

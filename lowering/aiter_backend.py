@@ -105,3 +105,9 @@ def call(
         use_1stage=algorithm == "one-stage",
         **({"gemma_norm": True} if one_plus_weight else {}),
     )
+
+
+def close(made: Any, release: rules.Release, group: dist.ProcessGroup) -> None:
+    """Give its memory up. Collective."""
+    del release, group
+    made.close()

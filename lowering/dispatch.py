@@ -15,7 +15,13 @@ from fx_fusion.lowering import unfused
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.gpu_select import gpu_algorithm, gpu_limits
-from fx_fusion.lowering.select import asks_for_unfused, cpu_takes, full_plan, kernel_of
+from fx_fusion.lowering.select import (
+    FOREIGN,
+    asks_for_unfused,
+    cpu_takes,
+    full_plan,
+    kernel_of,
+)
 
 if TYPE_CHECKING:
     from fx_fusion.lowering.cpu_workspace import CpuWorkspace
@@ -32,6 +38,11 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
 
             return cpu_kernel.run(arguments, workspace)
     if x.device.type == "cuda":
+        if (library := kernel_of(arguments.plan)) in FOREIGN:
+            from fx_fusion.lowering import foreign
+
+            results = foreign.run(arguments, group, library)
+            return unfused.run(arguments, group) if results is None else results
         gpu = gpu_workspace_for(arguments, group)
         if gpu is not None:
             from fx_fusion.lowering import gpu_kernel

@@ -25,7 +25,8 @@ from fx_fusion.lowering.site_form import form_of
 
 log = logging.getLogger(__name__)
 _ALIGNMENT: Final = 16
-#: Each is a module with `cause`, `algorithm`, `facts`, `kind_of`, `make` and `call`.
+#: Each is a module with `cause`, `algorithm`, `facts`, `kind_of`, `make`, `call` and
+#: `close`.
 LIBRARIES: Final[Mapping[str, Any]] = {
     "flashinfer": flashinfer_backend,
     "aiter": aiter_backend,
@@ -227,6 +228,18 @@ def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no message"
     return f"{type(error).__name__}: {text}"
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Give up what a group's calls made. Collective; later calls take the unfused path."""
+    for (library, _, _, _), memory in _memories.items():
+        if memory.group is group and not memory.refusal:
+            if memory.device.type == "cuda":
+                torch.cuda.synchronize(memory.device)
+            agree(group, {}, equal=())  # no rank unmaps what another still writes to
+            memory.refusal = "its memory was closed"
+            LIBRARIES[library].close(memory.made, memory.release, group)
+            memory.made = None
 
 
 def forget() -> None:

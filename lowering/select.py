@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from fx_fusion.lowering import aiter_rules, flashinfer_rules
 from fx_fusion.lowering.gpu_select import (
     GPU_ONE_SHOT,
     GPU_TWO_SHOT,
@@ -29,6 +30,7 @@ from fx_fusion.lowering.gpu_select import (
     gpu_max_tokens,
     gpu_takes,
 )
+from fx_fusion.lowering.site_form import SiteForm as SiteForm
 from fx_fusion.report import Number, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -47,6 +49,8 @@ class Problem:
         deterministic: Only sums in rank order are allowed.
         local_cause: Why this process can't run a kernel (no compiler), "" if it can. It only
             changes what the report says: the ranks agree on the path at the first call.
+        form: What the site computes, which decides for other libraries' kernels; None to
+            leave that to the call.
     """
 
     hidden_size: int
@@ -56,8 +60,14 @@ class Problem:
     tokens: int | None
     deterministic: bool
     local_cause: str = ""
+    form: SiteForm | None = None
 
 
+#: Kernels of other libraries, by the setting that asks for them: how a report names each.
+FOREIGN: Final = {
+    "flashinfer": "FlashInfer's all_reduce + add + RMSNorm",
+    "aiter": "AITER's all_reduce + add + RMSNorm",
+}
 #: The unfused path takes every problem.
 UNFUSED: Final = "unfused"
 #: The CPU kernel's two algorithms; see `cpu_is_two_shot` for which runs.
@@ -112,7 +122,12 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
     digest = digest_of(settings)
     if settings.kernel == UNFUSED:
         return Plan(UNFUSED, digest)
-    cause = _own_kernel_cause(problem, settings.kernel)
+    if settings.kernel in FOREIGN:
+        cause = _foreign_cause(problem, settings.kernel)
+        if not cause:
+            return Plan(FOREIGN[settings.kernel], digest)
+    else:
+        cause = _own_kernel_cause(problem, settings.kernel)
     if settings.kernel in ("auto", "fx_fusion") and not cause:
         if problem.arch == "cpu":
             return Plan(_cpu_kernel(problem), digest)
@@ -123,7 +138,7 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
         Reason.KERNEL_UNAVAILABLE,
         {
             "kernel": settings.kernel,
-            "cause": cause if settings.kernel == "fx_fusion" else "not supported yet",
+            "cause": cause,
             "arch": problem.arch,
             "world_size": problem.world_size,
             "dtype": str(problem.dtype).removeprefix("torch."),
@@ -192,6 +207,18 @@ def _gpu_cause(problem: Problem, kernel: str) -> str:
     if problem.tokens is not None and problem.tokens > most:
         return f"our kernels were measured to be faster up to {most} tokens only"
     return problem.local_cause
+
+
+def _foreign_cause(problem: Problem, kernel: str) -> str:
+    """Why another library takes no call of this problem, whatever its release; "" if it may.
+
+    Which release is installed is a fact of one process, so it must not decide here: the ranks
+    compare theirs at the first call.
+    """
+    given = (problem.arch, problem.world_size, problem.dtype, problem.hidden_size, problem.form)
+    if kernel == "flashinfer":
+        return flashinfer_rules.cause(None, *given)
+    return aiter_rules.cause(None, *given)
 
 
 def _own_kernel_cause(problem: Problem, kernel: str) -> str:

@@ -49,6 +49,8 @@ def prepare(
     from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
     workspace = gpu_workspace(made, where)
+    if workspace.lacks_compiler:
+        return _prepare_triton(made, where, hidden_size, dtype)
     if workspace.usable and hidden_size is not None and max_tokens is not None:
         from fx_fusion.lowering.gpu_kernel import load_usual_variants
 
@@ -56,6 +58,24 @@ def prepare(
     if workspace.usable:
         torch.cuda.synchronize(where)
         dist.barrier(made)
+    return workspace.usable
+
+
+def _prepare_triton(
+    group: dist.ProcessGroup, device: torch.device, hidden_size: int | None, dtype: torch.dtype
+) -> bool:
+    """The same for the kernel in Triton, which has one variant for any number of tokens."""
+    from fx_fusion.lowering import triton_kernel
+    from fx_fusion.lowering.gpu_kernel import usual_sites
+    from fx_fusion.lowering.triton_workspace import triton_workspace
+
+    workspace = triton_workspace(group, device)
+    if workspace.usable:
+        if hidden_size is not None:
+            for arguments in usual_sites(workspace, hidden_size, dtype):
+                triton_kernel.load(arguments, workspace)
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
     return workspace.usable
 
 
@@ -72,9 +92,16 @@ def close(
     made = _group(group)
     where = _device(device)
     if where.type == "cuda":
+        from fx_fusion.lowering import foreign
         from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
-        gpu_workspace(made, where).close()
+        workspace = gpu_workspace(made, where)
+        workspace.close()
+        if workspace.lacks_compiler:
+            from fx_fusion.lowering.triton_workspace import triton_workspace
+
+            triton_workspace(made, where).close()
+        foreign.close(made)
     else:
         from fx_fusion.lowering.cpu_workspace import close_cpu_workspace
 

@@ -17,6 +17,7 @@ from torch import fx
 from fx_fusion.lowering.select import Plan, Problem, Refusal, select
 from fx_fusion.passes import nodes
 from fx_fusion.passes.find_sites import Site
+from fx_fusion.passes.form import form_of_site
 from fx_fusion.passes.order import Mutations, depends_on
 from fx_fusion.passes.outputs import chain_nodes
 from fx_fusion.report import Number, Reason
@@ -235,4 +236,5 @@ def _problem(site: Site, facts: Facts, settings: FusionSettings, world_size: int
         arch=arch,
         tokens=tokens,
         deterministic=settings.deterministic,
+        form=form_of_site(site),
     )

@@ -53,7 +53,7 @@ class FlashInfer:
     AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[Any] = []
         self.made = 0
 
     def get_trtllm_comm_module(self) -> object:
@@ -75,7 +75,12 @@ class FlashInfer:
     ) -> Any:
         assert (backend, world_size, rank) == ("trtllm", group.size(), group.rank())
         self.made += 1
-        return SimpleNamespace(group=group, elements=max_token_num * hidden_dim, dtype=dtype)
+        return SimpleNamespace(
+            group=group,
+            elements=max_token_num * hidden_dim,
+            dtype=dtype,
+            destroy=lambda: self.calls.append("destroyed"),
+        )
 
     def allreduce_fusion(
         self,
@@ -123,6 +128,12 @@ class FlashInfer:
         assert (tp_rank, tp_size) == (group.rank(), group.size())
         self.made += 1
         return [1], group
+
+    def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
+        self, workspace: list[int], group: Any = None
+    ) -> None:
+        assert workspace == [1]
+        self.calls.append("destroyed")
 
     def trtllm_allreduce_fusion(
         self,
@@ -294,7 +305,17 @@ def flashinfer_job(rank: int, world_size: int, version: str) -> dict[str, Any]:
         "transposed": run(residual=torch.ones(1024, 5, dtype=BF16).t()),
         "too large": run(tokens=9000),
     }
-    return {"seen": seen, "calls": fake.calls, "made": fake.made}
+    calls = list(fake.calls)
+    fake.calls.clear()
+    group = dist.group.WORLD
+    assert group is not None
+    foreign.close(group)
+    return {
+        "seen": seen,
+        "calls": calls,
+        "made": fake.made,
+        "closed": [*fake.calls, *run()],
+    }
 
 
 def mismatch_job(rank: int, world_size: int) -> str:

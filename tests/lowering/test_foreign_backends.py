@@ -28,6 +28,7 @@ def test_flashinfer_gives_the_contract_s_numbers_where_it_is_taken(ranks: Ranks)
         refused = [name for name, found in result["seen"].items() if found == UNFUSED]
         assert refused == ["rounds first", "bias", "too large"]
         assert all(found in ([], UNFUSED) for found in result["seen"].values())
+        assert result["closed"] == ["destroyed", "destroyed", "unfused"]
         assert result["made"] == 2  # one memory for 16 bits, one for float32
         assert all(call == {"one_shot": True, "pdl": True} for call in result["calls"])
 
@@ -39,6 +40,7 @@ def test_an_old_flashinfer_is_taken_for_what_it_gets_right(ranks: Ranks) -> None
         assert not [
             found for found in result["seen"].values() if found not in ([], ["unfused"])
         ]
+        assert result["closed"] == ["destroyed", "destroyed", "unfused"]
         older = {"one_shot": True, "pdl": False, "older": True}
         assert all(call == older for call in result["calls"])
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fx_fusion.lowering.gpu_select import TABLE, Row
-from fx_fusion.lowering.select import Plan, Problem, Refusal, digest_of, select
+from fx_fusion.lowering.select import Plan, Problem, Refusal, digest_of, kernel_of, select
+from fx_fusion.lowering.site_form import SiteForm
 from fx_fusion.report import REMEDIES, Reason
 from fx_fusion.settings import FusionSettings
 
@@ -85,13 +86,13 @@ def test_a_row_that_fits_no_slot_and_a_machine_without_compiler_say_so() -> None
     assert refusal.numbers["cause"] == "no C++ compiler was found"
 
 
-def test_a_kernel_that_does_not_exist_is_refused_with_the_numbers() -> None:
-    refusal = select(PROBLEM, FusionSettings(kernel="flashinfer"))
+def test_a_kernel_that_cannot_run_is_refused_with_the_numbers() -> None:
+    refusal = select(PROBLEM, FusionSettings(kernel="aiter"))
     assert refusal == Refusal(
         Reason.KERNEL_UNAVAILABLE,
         {
-            "kernel": "flashinfer",
-            "cause": "not supported yet",
+            "kernel": "aiter",
+            "cause": "AITER's fused kernels are for AMD's gfx9, not sm_90",
             "arch": "sm_90",
             "world_size": 2,
             "dtype": "bfloat16",
@@ -99,6 +100,18 @@ def test_a_kernel_that_does_not_exist_is_refused_with_the_numbers() -> None:
         },
     )
     assert 'kernel="auto"' in REMEDIES[refusal.reason]
+
+
+def test_another_library_s_kernel_is_planned_where_a_release_of_it_can() -> None:
+    settings = FusionSettings(kernel="flashinfer")
+    plan = select(PROBLEM, settings)
+    assert isinstance(plan, Plan)
+    assert plan.kernel.startswith("FlashInfer")
+    assert kernel_of(plan.digest) == "flashinfer"
+    form = SiteForm(torch.bfloat16, torch.bfloat16, bias=True)
+    refusal = select(replace(PROBLEM, form=form), settings)
+    assert isinstance(refusal, Refusal)
+    assert "bias" in str(refusal.numbers["cause"])
 
 
 def test_static_and_dynamic_tokens_get_the_same_plan() -> None:

@@ -1,0 +1,31 @@
+"""The package of AOTInductor on GPUs: two ranks, which share one where there is only one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aot_support
+import pytest
+import torch
+
+from fx_fusion import FusionReport
+from fx_fusion.compiled import PACKAGE_KEY
+from fx_fusion.testing import fake_group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU"),
+]
+
+
+@pytest.mark.parametrize("kernel", ["fx_fusion", "unfused"])
+def test_the_fused_graph_runs_on_real_ranks(kernel: str, tmp_path: Path) -> None:
+    expected = aot_support.write_calls(tmp_path, 2)
+    with fake_group(2):
+        aot_support.compile_package(tmp_path / "model.pt2", "cuda", kernel=kernel)
+    ranks = aot_support.run_package(tmp_path, 2, "cuda")
+    assert aot_support.differences(ranks, expected) == []
+    for rank in ranks:
+        assert "fx_fusion" in rank["refused"]
+        report = FusionReport.from_json(rank["metadata"][PACKAGE_KEY])
+        assert (report.fused_count, report.site_count) == (2, 2)

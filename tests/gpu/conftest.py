@@ -30,11 +30,16 @@ def side_by_side() -> Iterator[None]:
             # Under MPS a module isn't loaded while another rank's kernel waits for this one.
             "CUDA_MODULE_LOADING": "EAGER",
         }
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ.update(names)
         subprocess.run([MPS_CONTROL, "-d"], check=True, timeout=60)
+        if visible:  # the daemon's only GPU has the number 0 for its clients
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         try:
             yield
         finally:
             subprocess.run([MPS_CONTROL], input="quit\n", text=True, check=False, timeout=60)
             for name in names:
                 os.environ.pop(name, None)
+            if visible:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible

@@ -62,7 +62,7 @@ def traffic(name: str, tokens: int, row_bytes: int, world_size: int) -> links.Tr
 def plan_of(name: str) -> str:
     """The op's `plan` argument of one of our candidates."""
     if name in FORCED:
-        return str(cast(Any, select).forced_plan(FORCED[name]))
+        return select.forced_plan(FORCED[name])
     return select.digest_of(FusionSettings(kernel="fx_fusion"))
 
 
@@ -90,9 +90,6 @@ class Candidates:
 
     def make(self) -> None:
         """Make the shared memory of all candidates; collective."""
-        for name in FORCED:
-            if self._wants(name) and not hasattr(select, "forced_plan"):
-                self.causes[name] = "this version can't force an algorithm"
         self._make_flashinfer()
         self._make_symmetric()
 

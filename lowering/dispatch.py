@@ -26,6 +26,7 @@ from fx_fusion.lowering.select import (
 if TYPE_CHECKING:
     from fx_fusion.lowering.cpu_workspace import CpuWorkspace
     from fx_fusion.lowering.gpu_workspace import GpuWorkspace
+    from fx_fusion.lowering.triton_workspace import TritonWorkspace
 
 
 def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
@@ -48,6 +49,11 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
             from fx_fusion.lowering import gpu_kernel
 
             return gpu_kernel.run(arguments, gpu, gpu_algorithm_for(arguments))
+        triton = triton_workspace_for(arguments, group)
+        if triton is not None:
+            from fx_fusion.lowering import triton_kernel
+
+            return triton_kernel.run(arguments, triton)
     return unfused.run(arguments, group)
 
 
@@ -60,6 +66,28 @@ def gpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> GpuWork
 
     # Made at the first call whatever its size: a smaller one may come under capture.
     workspace = gpu_workspace(group, x.device)
+    taken = workspace.usable and gpu_algorithm_for(arguments) != "unfused"
+    return workspace if taken else None
+
+
+def triton_workspace_for(
+    arguments: Arguments, group: dist.ProcessGroup
+) -> TritonWorkspace | None:
+    """The group's memory if this call runs on the kernel in Triton; else None.
+
+    That is where a rank can't compile the first kernel, and not with "auto", whose limits were
+    measured with that one.
+    """
+    x = arguments.x
+    if kernel_of(arguments.plan) == "auto" or x.numel() == 0 or not gpu_may_take(arguments):
+        return None
+    from fx_fusion.lowering.gpu_workspace import gpu_workspace
+
+    if not gpu_workspace(group, x.device).lacks_compiler:
+        return None
+    from fx_fusion.lowering.triton_workspace import triton_workspace
+
+    workspace = triton_workspace(group, x.device)
     taken = workspace.usable and gpu_algorithm_for(arguments) != "unfused"
     return workspace if taken else None
 

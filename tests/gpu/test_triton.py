@@ -52,8 +52,13 @@ def test_ranks(ranks: list[dict[str, list[str]]], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("job", "world_size"),
-    [(triton_jobs.absent_peer, 2), (triton_jobs.absent_peer, 3), (triton_jobs.local_norm, 1)],
-    ids=["absent peer of 2", "absent peer of 3", "local norm"],
+    [
+        (triton_jobs.absent_peer, 2),
+        (triton_jobs.absent_peer, 3),
+        (triton_jobs.one_rank_lacks_a_compiler, 2),
+        (triton_jobs.local_norm, 1),
+    ],
+    ids=["absent peer of 2", "absent peer of 3", "no compiler on one of 2", "local norm"],
 )
 def test_job(job: Any, world_size: int, side_by_side: None) -> None:
     assert spawn(job, world_size, device="cuda", timeout=120) == [[]] * world_size

@@ -23,9 +23,12 @@ from gpu_support import (
 )
 
 from fx_fusion.errors import PeerTimeoutError
-from fx_fusion.lowering import gpu_kernel, triton_kernel, triton_layout
+from fx_fusion.lowering import gpu_kernel, gpu_workspace, triton_kernel, triton_layout
+from fx_fusion.lowering.agreement import CANNOT
 from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.reference import fp64_oracle
 from fx_fusion.lowering.triton_workspace import TritonWorkspace, triton_workspace
+from fx_fusion.lowering.workspace import close, prepare
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ def ready(seconds: float = 20.0) -> TritonWorkspace:
         arguments_of(form, parts_of(form, 1, 0, 1)[0], 0, size, str(group.group_name))
         for form in FORMS
     ]
+    one = torch.tensor(1.0, device="cuda")
+    sites.append(sites[0]._replace(scale_tensor=one))  # of `odd_layouts`
     for site in sites[rank::size]:
         triton_kernel.load(site, workspace)
     dist.barrier()  # the others find these in the cache on disk
@@ -174,6 +179,39 @@ def absent_peer(rank: int, size: int) -> list[str]:
         if f"rank {size - 1} did not come" not in str(error):
             failed.append(str(error))
     return failed
+
+
+def one_rank_lacks_a_compiler(rank: int, size: int) -> list[str]:
+    """All ranks run the op on this kernel if one can't compile the other, until it's closed."""
+    facts_of = gpu_workspace._facts
+
+    def facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+        return {**facts_of(group, device), **({CANNOT: "no compiler"} if rank == 1 else {})}
+
+    gpu_workspace._facts = facts
+    group = dist.group.WORLD
+    assert group is not None
+    failed = [] if prepare(group, hidden_size=4096) else ["not prepared"]
+    where = torch.device("cuda", torch.cuda.current_device())
+    if "rank 1: no compiler" not in gpu_workspace.gpu_workspace(group, where).refusal:
+        failed.append("the first kernel's refusal")
+    ready()
+    differences = Differences()
+    for number, form in enumerate(FORMS):
+        arguments, given, parts = gpu_jobs.one_call(
+            form, 5, 99_000 + number, rank, size, gpu_jobs.world_name()
+        )
+        differences.compare(f"{form}", given, arguments, expected_of(parts, arguments))
+    if not bool(triton_workspace(group, where).table.any()):  # type: ignore[union-attr]
+        failed.append("no memory")
+    close(group)
+    arguments, given, parts = gpu_jobs.one_call(
+        FORMS[9], 4, 3, rank, size, gpu_jobs.world_name()
+    )
+    exact = fp64_oracle(parts, arguments)
+    if not torch.allclose(given.norm.double(), exact.norm, atol=1e-3):
+        failed.append("wrong numbers after close")
+    return failed + differences.lines()
 
 
 def local_norm(rank: int, size: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Registers and stack of the Triton kernel's variants, from the machine code.
 
-Writes `triton_registers.csv`, the table that is committed, in some minutes:
+Writes `triton_registers.csv`, the table that is committed (by Triton 3.6), in some minutes:
 
     python tests/lowering/gpu/triton_registers.py
 """

@@ -12,26 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_support import (
-    BF16,
     FORMS,
-    FP32,
-    OWN_KERNEL,
+    MOST_ELEMENTS,
     Differences,
     Form,
+    algorithms,
     arguments_of,
     expected_of,
     parts_of,
-    random_tensor,
     tokens_for,
-    warm_up,
     workspace_of,
 )
 from op_support import call
 
-from fx_fusion.errors import CaptureError, PeerTimeoutError
-from fx_fusion.lowering import gpu_workspace
+from fx_fusion.lowering import gpu_local, unfused
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.reference import fp64_oracle
+from fx_fusion.lowering.select import forced_plan
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +37,16 @@ cuda: Any = torch.cuda
 
 
 def one_call(
-    form: Form, tokens: int, seed: int, rank: int, world_size: int, name: str
+    form: Form,
+    tokens: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    algorithm: str = "",
 ) -> tuple[Arguments, Results, list[torch.Tensor]]:
     parts = parts_of(form, tokens, seed, world_size)
-    arguments = arguments_of(form, parts[rank], seed, world_size, name)
+    arguments = arguments_of(form, parts[rank], seed, world_size, name, algorithm)
     return arguments, call(arguments), parts
 
 
@@ -64,19 +67,21 @@ def delay(choice: random.Random, rank: int, world_size: int) -> None:
 
 
 def mixed_calls(rank: int, world_size: int, seed: int, calls: int) -> list[str]:
-    """Calls of mixed tokens, hidden sizes, dtypes and forms, ranks out of step."""
+    """Calls of mixed algorithms, tokens, hidden sizes, dtypes and forms, ranks out of step."""
     workspace = workspace_of()
     choice, differences = random.Random(seed), Differences()
     for number in range(calls):
         form = choice.choice(FORMS)
         tokens = tokens_for(form, choice)
+        algorithm = choice.choice(algorithms(world_size))
         delay(choice, rank, world_size)
-        log.debug("rank %d: call %d, %d tokens, %s", rank, number, tokens, form)
+        name = f"call {number}, {algorithm}, {tokens} tokens, {form}"
+        log.debug("rank %d: %s", rank, name)
         arguments, given, parts = one_call(
-            form, tokens, seed + number, rank, world_size, world_name()
+            form, tokens, seed + number, rank, world_size, world_name(), algorithm
         )
         differences.compare(
-            f"call {number}, {tokens} tokens, {form}",
+            name,
             given,
             arguments,
             expected_of(parts, arguments),
@@ -94,8 +99,11 @@ def back_to_back(rank: int, world_size: int, seed: int, calls: int) -> list[str]
         form = choice.choice([f for f in FORMS if f.hidden <= 8192])
         tokens = choice.choice((1, 3, 8, 64))
         parts = parts_of(form, tokens, seed + number, world_size)
-        arguments = arguments_of(form, parts[rank], seed + number, world_size, world_name())
-        jobs.append((f"{number}, {tokens} tokens, {form}", arguments, parts))
+        algorithm = choice.choice(algorithms(world_size))
+        arguments = arguments_of(
+            form, parts[rank], seed + number, world_size, world_name(), algorithm
+        )
+        jobs.append((f"{number}, {algorithm}, {tokens} tokens, {form}", arguments, parts))
     results = [call(arguments) for _, arguments, _ in jobs]
     for (name, arguments, parts), given in zip(jobs, results, strict=True):
         differences.compare(name, given, arguments, expected_of(parts, arguments))
@@ -103,26 +111,38 @@ def back_to_back(rank: int, world_size: int, seed: int, calls: int) -> list[str]
 
 
 def rows_do_not_depend_on_the_batch(rank: int, world_size: int) -> list[str]:
+    """Nor on the algorithm: rows of a batch alone, by each, have the batch's bits."""
     failed = []
     for form in (FORMS[0], FORMS[2], FORMS[9], FORMS[4]):
         arguments, whole, _ = one_call(form, 128, 7, rank, world_size, world_name())
-        for rows in (slice(0, 1), slice(77, 80), slice(64, 128)):
+        for rows, algorithm in itertools.product(
+            (slice(0, 1), slice(77, 80), slice(64, 128), slice(0, 128)), algorithms(world_size)
+        ):
             residual = arguments.residual
             part = arguments._replace(
-                x=arguments.x[rows], residual=None if residual is None else residual[rows]
+                x=arguments.x[rows],
+                residual=None if residual is None else residual[rows],
+                plan=forced_plan(algorithm),
             )
             for name, one, two in zip(Results._fields, call(part), whole, strict=True):
                 if one.numel() and not torch.equal(one, two[rows]):
-                    failed.append(f"{form} rows {rows}: {name}")
+                    failed.append(f"{algorithm}, {form} rows {rows}: {name}")
     return failed
 
 
 def all_ranks_get_the_same_bits(rank: int, world_size: int) -> list[str]:
-    _, given, _ = one_call(FORMS[0], 65, 11, rank, world_size, world_name())
-    mine = given.norm.view(torch.uint8).cpu()
-    gathered = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(gathered, mine)
-    return [f"rank {r}" for r, other in enumerate(gathered) if not torch.equal(other, mine)]
+    failed = []
+    for algorithm in algorithms(world_size):
+        _, given, _ = one_call(FORMS[0], 65, 11, rank, world_size, world_name(), algorithm)
+        mine = given.norm.view(torch.uint8).cpu()
+        gathered = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(gathered, mine)
+        failed += [
+            f"{algorithm}, rank {r}"
+            for r, other in enumerate(gathered)
+            if not torch.equal(other, mine)
+        ]
+    return failed
 
 
 def near_the_exact_answer(rank: int, world_size: int) -> list[str]:
@@ -142,6 +162,38 @@ def near_the_exact_answer(rank: int, world_size: int) -> list[str]:
         if not bool((off <= 6 * unit * size).all()):
             failed.append(f"{form}: {float((off / size / unit).max()):.1f} units")
     return failed
+
+
+def local_kernel(rank: int, world_size: int) -> list[str]:
+    """Add and norm alone, as the unfused path runs them; the bits are the fused kernels'."""
+    workspace_of()
+    group = dist.group.WORLD
+    machine = gpu_local.machine_of(torch.cuda.current_device())
+    assert group is not None
+    assert machine is not None
+    differences, failed = Differences(), []
+    for number, (form, tokens) in enumerate(itertools.product(FORMS, (1, 64, 513))):
+        if tokens * form.hidden > MOST_ELEMENTS:
+            continue
+        name = f"{tokens} tokens, {form}"
+        arguments, fused, parts = one_call(
+            form, tokens, 6000 + number, rank, world_size, world_name()
+        )
+        torch.cuda.synchronize()
+        expected = expected_of(parts, arguments)
+        given = gpu_local.run(expected.reduced, arguments)
+        assert given is not None
+        differences.compare(name, given, arguments, expected)
+        for field, one, two in zip(Results._fields, given, fused, strict=True):
+            if one.numel() and not torch.equal(one, two):
+                failed.append(f"{name}: {field} is not the fused kernel's")
+        if number % 9 == 0:  # the path as a whole, with a sum in rank order
+            ordered = arguments._replace(deterministic=True)
+            whole = unfused.run(ordered, group)
+            differences.compare(f"unfused, {name}", whole, ordered, expected)
+    if None in machine.launchers.values():
+        failed.append("a variant can't be had")
+    return failed + differences.lines()
 
 
 def odd_layouts(rank: int, world_size: int) -> list[str]:
@@ -197,6 +249,7 @@ def everything(rank: int, world_size: int, calls: int) -> dict[str, list[str]]:
         "batch": lambda: rows_do_not_depend_on_the_batch(rank, world_size),
         "same bits": lambda: all_ranks_get_the_same_bits(rank, world_size),
         "exact": lambda: near_the_exact_answer(rank, world_size),
+        "local": lambda: local_kernel(rank, world_size),
         "layouts": lambda: odd_layouts(rank, world_size),
         "streams": lambda: two_streams(rank, world_size),
         "graphs": lambda: two_graphs(rank, world_size, 300),
@@ -223,7 +276,10 @@ class SteppedGraph:
         for number, (form, tokens) in enumerate(shapes):
             base = parts_of(form, tokens, seed + number, size)
             drift = parts_of(form, tokens, seed + 100 + number, size)
-            arguments = arguments_of(form, base[rank], seed + number, size, world_name())
+            algorithm = algorithms(size)[number % len(algorithms(size))]
+            arguments = arguments_of(
+                form, base[rank], seed + number, size, world_name(), algorithm
+            )
             self.cases.append((base, drift, arguments))
         self.rank = rank
         stream = cuda.Stream()
@@ -283,7 +339,8 @@ def several_groups(rank: int, world_size: int) -> list[str]:
         name = world_name() if whole else str(own.group_name)
         seed = 3000 + number + (0 if whole else 500 * (1 + rank // half))
         form, tokens = FORMS[number % 4], (1, 5, 64)[number % 3]
-        arguments, given, parts = one_call(form, tokens, seed, place, size, name)
+        algorithm = algorithms(size)[number // 3 % len(algorithms(size))]
+        arguments, given, parts = one_call(form, tokens, seed, place, size, name, algorithm)
         differences.compare(f"call {number}", given, arguments, expected_of(parts, arguments))
     return differences.lines()
 
@@ -292,100 +349,15 @@ def large_calls(rank: int, world_size: int) -> list[str]:
     """Calls larger than the ring stream through it."""
     differences = Differences()
     workspace_of()
-    for number, (form, tokens) in enumerate(
-        itertools.product((FORMS[0], FORMS[1], FORMS[9], FORMS[4]), (2048, 8192))
+    for number, (form, tokens, algorithm) in enumerate(
+        itertools.product(
+            (FORMS[0], FORMS[1], FORMS[9], FORMS[4]), (2048, 8192), algorithms(world_size)
+        )
     ):
+        name = f"{algorithm}, {tokens} tokens, {form}"
         arguments, given, parts = one_call(
-            form, tokens, 4000 + number, rank, world_size, world_name()
+            form, tokens, 4000 + number, rank, world_size, world_name(), algorithm
         )
-        differences.compare(
-            f"{tokens} tokens, {form}", given, arguments, expected_of(parts, arguments)
-        )
+        differences.compare(name, given, arguments, expected_of(parts, arguments))
         torch.cuda.synchronize()
     return differences.lines()
-
-
-def capture_before_prepare(rank: int, world_size: int) -> list[str]:
-    x = random_tensor(rank, 4, 64, dtype=BF16)
-    arguments = Arguments(
-        x, x, None, None, 1e-6, world_name(), world_size, weight_form="none", plan=OWN_KERNEL
-    )
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call(arguments)
-    except CaptureError as error:
-        return [] if "fx_fusion.prepare" in str(error) else [str(error)]
-    return ["nothing was raised"]
-
-
-def one_rank_cannot(rank: int, world_size: int) -> list[str]:
-    """All ranks take the unfused path, now and later, and the cause names the rank."""
-
-    def fails(workspace: Any) -> None:
-        raise RuntimeError("no memory for this test")
-
-    if rank == 1:
-        gpu_workspace._share = fails
-    else:
-        gpu_workspace._share = lambda workspace: None
-    group = dist.group.WORLD
-    assert group is not None
-    failed = []
-    for _ in range(2):
-        arguments, given, parts = one_call(FORMS[9], 4, 3, rank, world_size, world_name())
-        exact = fp64_oracle(parts, arguments)
-        if not torch.allclose(given.norm.double(), exact.norm, atol=1e-3):
-            failed.append("wrong numbers")
-    made = gpu_workspace.gpu_workspace(group, torch.device("cuda", torch.cuda.current_device()))
-    if made.usable or "rank 1" not in made.refusal or "no memory" not in made.refusal:
-        failed.append(made.refusal)
-    return failed
-
-
-def absent_peer(rank: int, world_size: int) -> list[str]:
-    """The last rank stops replaying: the others' outputs are NaN and their next call raises."""
-    workspace = workspace_of()
-    workspace.timeout_nanoseconds = 300_000_000
-    workspace.launchers.clear()
-    warm_up(FORMS[:1], workspace)
-    parts = parts_of(FORMS[0], 8, 21, world_size)
-    arguments = arguments_of(FORMS[0], parts[rank], 21, world_size, world_name())
-    call(arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [call(arguments) for _ in range(3)]
-    dist.barrier()
-    graph.replay()
-    torch.cuda.synchronize()
-    if any(bool(o.norm.isnan().any()) for o in outputs):
-        return ["NaN while all ranks were there"]
-    dist.barrier()
-    if rank == world_size - 1:
-        dist.barrier()
-        return []
-    start = time.monotonic()
-    graph.replay()
-    torch.cuda.synchronize()
-    spent = time.monotonic() - start
-    dist.barrier()
-    failed = [] if spent < 10 else [f"{spent:.1f} s"]
-    for output in outputs:
-        if not all(bool(o.isnan().all()) for o in output):
-            failed.append("outputs are not all NaN")
-    try:
-        call(arguments)
-        failed.append("the next call did not raise")
-    except PeerTimeoutError as error:
-        if f"rank {world_size - 1} did not come" not in str(error):
-            failed.append(str(error))
-    return failed
-
-
-def closed(rank: int, world_size: int) -> list[str]:
-    """After close() calls take the unfused path."""
-    workspace = workspace_of()
-    workspace.close()
-    arguments, given, parts = one_call(FORMS[9], 4, 3, rank, world_size, world_name())
-    exact = fp64_oracle(parts, arguments)
-    good = torch.allclose(given.norm.double(), exact.norm, atol=1e-3)
-    return [] if good and given.norm.dtype == FP32 else ["wrong numbers after close"]

@@ -6,6 +6,7 @@ without a collective, and compares on the device, so that calls follow each othe
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,15 +16,15 @@ import torch
 import torch.distributed as dist
 from op_support import ordered_bits
 
-from fx_fusion.lowering import gpu_build, gpu_kernel
+from fx_fusion.lowering import gpu_build, gpu_kernel, gpu_local
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
-from fx_fusion.lowering.gpu_layout import geometry, rows_per_launch
-from fx_fusion.lowering.gpu_variant import Variant, variant_of
+from fx_fusion.lowering.gpu_layout import rows_per_launch
+from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, gpu_workspace
 from fx_fusion.lowering.reference import rank_order_reference
-from fx_fusion.lowering.select import digest_of
+from fx_fusion.lowering.select import digest_of, forced_plan
 from fx_fusion.settings import FusionSettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -83,10 +84,20 @@ def parts_of(form: Form, tokens: int, seed: int, world_size: int) -> list[torch.
     ]
 
 
+def algorithms(world_size: int) -> tuple[str, ...]:
+    """The algorithms of a group; two ranks have one-shot alone."""
+    return ("one-shot", "two-shot") if world_size > 2 else ("one-shot",)
+
+
 def arguments_of(
-    form: Form, x: torch.Tensor, seed: int, world_size: int, group_name: str
+    form: Form,
+    x: torch.Tensor,
+    seed: int,
+    world_size: int,
+    group_name: str,
+    algorithm: str = "",
 ) -> Arguments:
-    """The op's arguments for one call."""
+    """The op's arguments for one call; by the algorithm that suits the size, or by this one."""
     start = 1000 * seed + 500
 
     def tensor(number: int, dtype: torch.dtype | None, *shape: int) -> torch.Tensor | None:
@@ -102,7 +113,7 @@ def arguments_of(
         1e-6,
         group_name,
         world_size,
-        plan=OWN_KERNEL,
+        plan=forced_plan(algorithm) if algorithm else OWN_KERNEL,
         **options,
     )
 
@@ -156,24 +167,32 @@ def warm_up(forms: Sequence[Form], workspace: GpuWorkspace) -> None:
     """
     rank, size = workspace.group.rank(), workspace.group.size()
     clusters = has_programmatic_launch(workspace.arch)
+    machine = gpu_local.machine_of(torch.cuda.current_device())
+    assert machine is not None
     needed: dict[Variant, tuple[Arguments, int]] = {}
-    for form in forms:
-        width = form.x.itemsize
-        most = rows_per_launch(form.hidden, width, size)
+    for form, algorithm in itertools.product(forms, (*algorithms(size), "local")):
+        most = max(TOKENS)
+        if algorithm != "local":
+            most = rows_per_launch(form.hidden, form.x.itemsize, size, algorithm)
         rows = {min(t, most) for t in TOKENS} | {t % most for t in TOKENS if t % most}
         x = torch.empty(1, form.hidden, dtype=form.x, device="cuda")
         arguments = arguments_of(form, x, 0, size, str(workspace.group.group_name))
+        many = workspace.multiprocessors
+        if algorithm == "local":
+            arguments, many = arguments._replace(want_reduced=False), machine.multiprocessors
         for count in rows:
-            shape = geometry(
-                form.hidden, width, size, count, workspace.multiprocessors, clusters
-            )
-            needed.setdefault(variant_of(arguments, shape), (arguments, count))
+            spread = spread_of(arguments, count, many, clusters, algorithm)
+            variant = variant_of(arguments, spread, algorithm)
+            needed.setdefault(variant, (arguments, count))
     for number, variant in enumerate(sorted(needed)):
         if number % size == rank:
             gpu_build.machine_code(variant, workspace.arch)
     dist.barrier(workspace.group)
-    for arguments, count in needed.values():
-        gpu_kernel._launcher(arguments, count, workspace)
+    for variant, (arguments, count) in needed.items():
+        if variant.algorithm == "local":
+            assert gpu_local._launcher(arguments, count, machine) is not None
+        else:
+            gpu_kernel._launcher(arguments, count, workspace, variant.algorithm)
     small = [torch.empty(2**19, dtype=torch.uint8, device="cuda") for _ in range(200)]
     large = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del small, large

@@ -1,4 +1,4 @@
-"""The GPU kernel on real ranks: its bits, its replays in CUDA graphs, and ranks that fail."""
+"""The GPU kernels on real ranks: their bits, their replays in CUDA graphs, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gpu_failure_jobs
 import gpu_jobs
 import gpu_support
 import op_support
@@ -42,6 +43,7 @@ def ranks(request: pytest.FixtureRequest, side_by_side: None) -> list[dict[str, 
         "batch",
         "same bits",
         "exact",
+        "local",
         "layouts",
         "streams",
         "graphs",
@@ -56,10 +58,12 @@ def test_ranks(ranks: list[dict[str, list[str]]], name: str) -> None:
     [
         (gpu_jobs.several_groups, 4),
         (gpu_jobs.large_calls, 2),
-        (gpu_jobs.capture_before_prepare, 2),
-        (gpu_jobs.one_rank_cannot, 2),
-        (gpu_jobs.absent_peer, 3),
-        (gpu_jobs.closed, 2),
+        (gpu_jobs.large_calls, 4),
+        (gpu_failure_jobs.capture_before_prepare, 2),
+        (gpu_failure_jobs.one_rank_cannot, 2),
+        (gpu_failure_jobs.absent_peer, 3),
+        (gpu_failure_jobs.absent_peer_of_two_shot, 3),
+        (gpu_failure_jobs.closed, 2),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -24,6 +24,9 @@ from fx_fusion.settings import FusionSettings
 OURS: Final = "fx_fusion"
 #: One algorithm of ours at every size, whatever `select` chooses: name and algorithm.
 FORCED: Final = {"fx_fusion one-shot": "one-shot", "fx_fusion two-shot": "two-shot"}
+#: The op planned with another setting of `kernel`, which may mean the group's own all_reduce and
+#: then our kernel for add and norm: name and setting.
+PLANNED: Final = {"fx_fusion auto": "auto", "fx_fusion unfused": "unfused"}
 OWN_ALL_REDUCE: Final = "own all_reduce"
 #: torch's all_reduces over symmetric memory: name, and what makes it from memory and group name.
 SYMMETRIC: Final[dict[str, Callable[[torch.Tensor, str], Reduce]]] = {
@@ -34,7 +37,7 @@ SYMMETRIC: Final[dict[str, Callable[[torch.Tensor, str], Reduce]]] = {
 }
 NCCL: Final = "nccl"
 #: Every candidate, in the order in which they are shown.
-NAMES: Final = (OURS, *FORCED, OWN_ALL_REDUCE, *flashinfer.VARIANTS, *SYMMETRIC, NCCL)
+NAMES: Final = (OURS, *FORCED, *PLANNED, OWN_ALL_REDUCE, *flashinfer.VARIANTS, *SYMMETRIC, NCCL)
 #: Those that do without fusion, from an x that lies anywhere.
 UNFUSED: Final = ("unfused copy", "unfused one kernel", "unfused two-shot", NCCL)
 #: What each algorithm sends. The kernel that `select` chooses between two is not known here.
@@ -63,7 +66,7 @@ def plan_of(name: str) -> str:
     """The op's `plan` argument of one of our candidates."""
     if name in FORCED:
         return select.forced_plan(FORCED[name])
-    return select.digest_of(FusionSettings(kernel="fx_fusion"))
+    return select.digest_of(FusionSettings(kernel=PLANNED.get(name, "fx_fusion")))
 
 
 @dataclass
@@ -155,8 +158,10 @@ class Candidates:
             return self.causes[name]
         if name in flashinfer.VARIANTS:
             return self._flashinfer_cause(name, tokens, hidden_size)
-        if name == NCCL and "nccl" not in str(cast(Any, dist).get_backend(self.group)):
-            return "the ranks share a GPU, which NCCL refuses"
+        if name in (NCCL, *PLANNED) and "nccl" not in str(
+            cast(Any, dist).get_backend(self.group)
+        ):
+            return "the ranks share a GPU, which NCCL refuses, and gloo can't be captured"
         if name == "fx_fusion two-shot" and self.group.size() == 2:
             return "with two ranks it sends as much as one-shot"
         if name == "unfused two-shot" and self.group.size() not in (2, 4, 8):
@@ -172,6 +177,8 @@ class Candidates:
     def _candidate(self, name: str, tokens: int, hidden_size: int) -> Candidate:
         if name == OURS or name in FORCED:
             return Candidate(steps.fused(self.group, plan_of(name)), exact=True)
+        if name in PLANNED:
+            return Candidate(steps.fused(self.group, plan_of(name)), warm_up=True)
         if name in flashinfer.VARIANTS:
             assert self._flashinfer is not None
             one_shot, programmatic = flashinfer.VARIANTS[name]

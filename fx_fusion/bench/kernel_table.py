@@ -137,9 +137,13 @@ def remarks(cells: Iterable[Cell]) -> list[str]:
                 f"{cell.tokens}x{cell.hidden_size}"
             )
     return [
-        f"{what}: {name} at {', '.join(where)}: {cause}."
+        f"{what}: {name} at {_some(where)}: {cause}."
         for (what, name, cause), where in sizes.items()
     ]
+
+
+def _some(sizes: Sequence[str]) -> str:
+    return ", ".join(sizes) if len(sizes) <= 6 else f"{len(sizes)} sizes from {sizes[0]} on"
 
 
 def sharing() -> str:

@@ -13,6 +13,8 @@ Candidates:
 
 * fx_fusion: this package's kernel, the algorithm being what `select` chose beforehand.
 * fx_fusion one-shot, fx_fusion two-shot: one algorithm at every size.
+* fx_fusion auto, fx_fusion unfused: the op with that setting of `kernel`; where it means the group's
+  own all_reduce, then add and norm as the op's unfused path runs them. With NCCL only.
 * own all_reduce: its kernel as an all_reduce alone, then add and RMSNorm as Inductor compiles
   them. What fx_fusion gains over it comes from fusing, the rest from the protocol.
 * flashinfer one-shot, two-shot, each with programmatic launch (pdl) and without, where

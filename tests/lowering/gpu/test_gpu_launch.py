@@ -15,6 +15,7 @@ from stub_driver import Workspace, stub, stubbed, taken, workspace_of
 from fx_fusion.errors import GroupError, PeerTimeoutError
 from fx_fusion.lowering import gpu_launch, gpu_site
 from fx_fusion.lowering.cpu_build import compiler
+from fx_fusion.lowering.gpu_layout import rows_per_launch
 from fx_fusion.lowering.gpu_workspace import NO_STREAM
 from fx_fusion.testing import fake_group
 
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.skipif(compiler() == "", reason="there is no C compiler
 HIDDEN = 4096
 BF16 = torch.bfloat16
 STREAM = 0x5000
+#: Rows of one launch.
+MOST = rows_per_launch(HIDDEN, BF16.itemsize, 2)
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def not_by_python() -> Any:
     return mock.patch.object(gpu_site.GpuSite, "_run", side_effect=AssertionError)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 500, 512, 513, 1300])
+@pytest.mark.parametrize("rows", [1, 8, MOST - 1, MOST, MOST + 1, 2 * MOST + 300])
 def test_it_makes_the_launches_that_python_makes(
     workspace: Workspace, kind: str, not_by_python: Any, rows: int
 ) -> None:
@@ -93,7 +96,7 @@ def test_it_makes_the_launches_that_python_makes(
     tensors.call(site)
     first = taken()
     assert sum(int.from_bytes(launch[5][80:84], "little") for launch in first) == rows
-    assert len(first) == -(-rows // 512)
+    assert len(first) == -(-rows // MOST)
     if kind != "Python":
         with not_by_python:
             tensors.call(site)
@@ -151,10 +154,10 @@ def test_what_it_does_not_cover_goes_to_python(workspace: Workspace, kind: str) 
 def test_failures_are_raised(workspace: Workspace, kind: str) -> None:
     site = made(want_residual=True)
     Tensors(8).call(site)
-    Tensors(600).call(site)
+    Tensors(MOST + 1).call(site)
     stub().stub_reset(1, 700)
     with pytest.raises(RuntimeError, match="700"):
-        Tensors(600).call(site)
+        Tensors(MOST + 1).call(site)
     stub().stub_reset(0, 700)
     with pytest.raises(RuntimeError, match="700"):
         Tensors(8).call(site)

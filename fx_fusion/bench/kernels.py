@@ -125,8 +125,9 @@ def cannot(options: argparse.Namespace) -> str:
 
 
 def machine() -> str:
-    """The GPUs' name and number."""
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, shared {sharing()}"
+    """The GPUs' number and name, and whether ranks run on one side by side."""
+    name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{name}, {sharing()}" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else name
 
 
 BENCH: Final = Bench(

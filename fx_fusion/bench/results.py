@@ -11,6 +11,19 @@ from typing import Final
 from fx_fusion.errors import FxFusionError
 
 _Row = Mapping[str, str]
+#: Candidates of the kernels benchmark that one line of a picture stands for, the fastest at each
+#: size, by the line's name; others have a line of their own, but for those that force an algorithm.
+_BEST_OF: Final = {
+    "FlashInfer, best variant": (
+        "flashinfer one-shot",
+        "flashinfer one-shot pdl",
+        "flashinfer two-shot",
+        "flashinfer two-shot pdl",
+    ),
+    "unfused, best from any x": ("unfused copy", "unfused one kernel", "unfused two-shot"),
+}
+_LINE_OF: Final = {name: line for line, names in _BEST_OF.items() for name in names}
+_NOT_DRAWN: Final = frozenset(("fx_fusion one-shot", "fx_fusion two-shot"))
 #: What a benchmark's own columns are called in a picture.
 _NAMES: Final = {
     "fused": "fx_fusion",
@@ -195,10 +208,16 @@ def _kernels(rows: Sequence[_Row]) -> Picture:
     for (world_size, dtype, hidden), cells in _grouped(
         measured, "world_size", "dtype", "hidden_size"
     ).items():
-        by_name = _grouped(cells, "candidate")
+        by_name: dict[str, dict[str, _Row]] = {}
+        for row in cells:
+            name = _LINE_OF.get(row["candidate"], row["candidate"])
+            best = by_name.setdefault(name, {}).get(row["tokens"])
+            if best is None or float(row["median"]) < float(best["median"]):
+                by_name[name][row["tokens"]] = row
         lines = {
-            name: _line(group, name, "tokens", "median", "low", "high")
-            for (name,), group in by_name.items()
+            name: _line(list(group.values()), name, "tokens", "median", "low", "high")
+            for name, group in by_name.items()
+            if name not in _NOT_DRAWN
         }
         if "fx_fusion" not in lines:
             raise ValueError("no row of the candidate fx_fusion")

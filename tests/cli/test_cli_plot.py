@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,31 @@ def test_a_panel_a_hidden_size_with_ours_first_and_its_ratio_to_each_other(
         ("unfused / fx_fusion", (2.5, 2.5))
     ]
     assert picture.caption == "torch 2.13.0, a machine, 2 cores, 2026-11-29: the command"
+
+
+def test_variants_of_one_candidate_are_a_line_of_the_fastest_at_each_size(
+    tmp_path: Path,
+) -> None:
+    cells = [
+        kernels.Cell(name, 2, tokens, 4096, "bfloat16", median, median, median, between=between)
+        for name, tokens, median, between in (
+            ("fx_fusion", 1, 4.0, "nothing"),
+            ("fx_fusion", 1, 1.0, "GEMMs, L2 cold"),
+            ("fx_fusion two-shot", 1, 5.0, "nothing"),
+            ("flashinfer one-shot", 1, 6.0, "nothing"),
+            ("flashinfer one-shot pdl", 1, 5.0, "nothing"),
+            ("flashinfer one-shot", 64, 7.0, "nothing"),
+            ("flashinfer one-shot pdl", 64, math.nan, "nothing"),
+            ("fx_fusion", 64, 5.0, "nothing"),
+        )
+    ]
+    path = tmp_path / "kernels.csv"
+    common.write_csv(path, cells, CONDITIONS | {"bench": "kernels"})
+    (panel,) = read(path).panels
+    assert [(line.name, line.y) for line in panel.times] == [
+        ("fx_fusion", (4.0, 5.0)),
+        ("FlashInfer, best variant", (5.0, 7.0)),
+    ]
 
 
 def test_points_are_in_the_order_of_tokens_and_shares_are_percent(tmp_path: Path) -> None:

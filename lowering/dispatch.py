@@ -60,7 +60,7 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
 def gpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> GpuWorkspace | None:
     """The group's memory if this call runs on a GPU kernel, made now if need be; else None."""
     x = arguments.x
-    if x.numel() == 0 or not gpu_may_take(arguments):
+    if x.numel() == 0 or kernel_of(arguments.plan) == "triton" or not gpu_may_take(arguments):
         return None
     from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
@@ -76,14 +76,14 @@ def triton_workspace_for(
     """The group's memory if this call runs on the kernel in Triton; else None.
 
     That is where a rank can't compile the first kernel, and not with "auto", whose limits were
-    measured with that one.
+    measured with that one; or where a plan forces it.
     """
-    x = arguments.x
-    if kernel_of(arguments.plan) == "auto" or x.numel() == 0 or not gpu_may_take(arguments):
+    x, kernel = arguments.x, kernel_of(arguments.plan)
+    if kernel == "auto" or x.numel() == 0 or not gpu_may_take(arguments):
         return None
     from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
-    if not gpu_workspace(group, x.device).lacks_compiler:
+    if kernel != "triton" and not gpu_workspace(group, x.device).lacks_compiler:
         return None
     from fx_fusion.lowering.triton_workspace import triton_workspace
 

@@ -96,8 +96,7 @@ def gpu_limits(
 
     Args:
         kernel: What the plan was made for: "auto"; "fx_fusion", with which our kernels take
-            every size; "one_shot" or "two_shot", see
-            `select.forced_plan`.
+            every size; "one_shot", "two_shot" or "triton", see `select.forced_plan`.
         arch: "sm_90".
         world_size: Ranks in the group.
         dtype: The reduced tensor's dtype.
@@ -109,7 +108,7 @@ def gpu_limits(
     if not gpu_takes(arch, world_size, hidden_size):
         return GpuLimits(0, 0)
     two_ranks = world_size == 2  # of whom two-shot would send as much as one-shot
-    if kernel == "one_shot" or (kernel == "two_shot" and two_ranks):
+    if kernel in ("one_shot", "triton") or (kernel == "two_shot" and two_ranks):
         return GpuLimits(sys.maxsize, 0)
     if kernel == "two_shot":
         return GpuLimits(0, sys.maxsize)

@@ -159,7 +159,7 @@ def forced_plan(algorithm: str) -> str:
     "two-shot" is one-shot.
 
     Args:
-        algorithm: "one-shot" or "two-shot".
+        algorithm: "one-shot", "two-shot", or "triton" for one-shot as the kernel in Triton runs it.
     """
     return f"{algorithm.replace('-', '_')}-forced"
 

@@ -22,8 +22,14 @@ from fx_fusion.lowering import select
 from fx_fusion.settings import FusionSettings
 
 OURS: Final = "fx_fusion"
+#: Our kernel as it is written in Triton; only measured if it is asked for.
+TRITON: Final = "Triton"
 #: One algorithm of ours at every size, whatever `select` chooses: name and algorithm.
-FORCED: Final = {"fx_fusion one-shot": "one-shot", "fx_fusion two-shot": "two-shot"}
+FORCED: Final = {
+    "fx_fusion one-shot": "one-shot",
+    "fx_fusion two-shot": "two-shot",
+    TRITON: "triton",
+}
 #: The op planned with another setting of `kernel`, which may mean the group's own all_reduce and
 #: then our kernel for add and norm: name and setting.
 PLANNED: Final = {"fx_fusion auto": "auto", "fx_fusion unfused": "unfused"}
@@ -44,6 +50,7 @@ UNFUSED: Final = ("unfused copy", "unfused one kernel", "unfused two-shot", NCCL
 _TRAFFIC: Final[dict[str, Callable[[int, int, int], links.Traffic]]] = {
     "fx_fusion one-shot": links.push_one_shot,
     "fx_fusion two-shot": links.push_two_shot,
+    TRITON: links.push_one_shot,
     "flashinfer one-shot": links.push_one_shot,
     "flashinfer one-shot pdl": links.push_one_shot,
     "flashinfer two-shot": links.flashinfer_two_shot,
@@ -162,6 +169,8 @@ class Candidates:
             cast(Any, dist).get_backend(self.group)
         ):
             return "the ranks share a GPU, which NCCL refuses, and gloo can't be captured"
+        if name == TRITON and self.shares_gpu:
+            return "its first call loads it, while the kernel of another rank waits on the same GPU"
         if name == "fx_fusion two-shot" and self.group.size() == 2:
             return "with two ranks it sends as much as one-shot"
         if name == "unfused two-shot" and self.group.size() not in (2, 4, 8):
@@ -176,7 +185,9 @@ class Candidates:
 
     def _candidate(self, name: str, tokens: int, hidden_size: int) -> Candidate:
         if name == OURS or name in FORCED:
-            return Candidate(steps.fused(self.group, plan_of(name)), exact=True)
+            # Triton loads a kernel when it is first called, which can't be captured.
+            step = steps.fused(self.group, plan_of(name))
+            return Candidate(step, exact=True, warm_up=name == TRITON)
         if name in PLANNED:
             return Candidate(steps.fused(self.group, plan_of(name)), warm_up=True)
         if name in flashinfer.VARIANTS:

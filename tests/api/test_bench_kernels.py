@@ -90,7 +90,7 @@ def test_a_cell_is_the_median_over_rounds_of_the_slowest_rank() -> None:
 def test_candidates_are_chosen_by_name_or_by_its_beginning() -> None:
     assert chosen("fx_fusion,flashinfer") == ["fx_fusion", *[n for n in NAMES if "flash" in n]]
     assert chosen("nccl, unfused") == ["unfused", "nccl"]
-    assert chosen("fx_fusion o, fx_fusion t") == list(FORCED)
+    assert chosen("fx_fusion o, fx_fusion t, T") == list(FORCED)
     assert chosen(",".join(NAMES)) == list(NAMES)
 
 

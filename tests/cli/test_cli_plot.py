@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fx_fusion.bench import common, cpu, cpu_step, kernels, pass_cost
+from fx_fusion.bench import common, cpu, cpu_step, pass_cost
+from fx_fusion.bench.kernel_times import Cell
 from fx_fusion.bench.results import Picture, read
 from fx_fusion.cli.app import app
 
@@ -31,7 +32,7 @@ ROWS: dict[str, Sequence[Any]] = {
         for tokens in (8, 1)
     ],
     "kernels": [
-        kernels.Cell(name, 2, tokens, hidden, "bfloat16", median, median - 1, median + 1)
+        Cell(name, 2, tokens, hidden, "bfloat16", median, median - 1, median + 1)
         for hidden in (2880, 4096)
         for tokens in (1, 64)
         for name, median in (("fx_fusion", 4.0), ("unfused", 10.0))
@@ -111,7 +112,7 @@ def test_variants_of_one_candidate_are_a_line_of_the_fastest_at_each_size(
     tmp_path: Path,
 ) -> None:
     cells = [
-        kernels.Cell(name, 2, tokens, 4096, "bfloat16", median, median, median, between=between)
+        Cell(name, 2, tokens, 4096, "bfloat16", median, median, median, between=between)
         for name, tokens, median, between in (
             ("fx_fusion", 1, 4.0, "nothing"),
             ("fx_fusion", 1, 1.0, "GEMMs, L2 cold"),

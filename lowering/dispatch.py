@@ -39,6 +39,7 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
 
             return cpu_kernel.run(arguments, workspace)
     if x.device.type == "cuda":
+        meet_once(arguments, group)
         if (library := kernel_of(arguments.plan)) in FOREIGN:
             from fx_fusion.lowering import foreign
 
@@ -55,6 +56,13 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
 
             return triton_kernel.run(arguments, triton)
     return unfused.run(arguments, group)
+
+
+def meet_once(arguments: Arguments, group: dist.ProcessGroup) -> None:
+    """Let the ranks of a GPU group make sure that they were planned alike, once a plan."""
+    from fx_fusion.lowering.gpu_plan import agree_on_plan
+
+    agree_on_plan(group, arguments.x.device, full_plan(arguments.plan))
 
 
 def gpu_workspace_for(arguments: Arguments, group: dist.ProcessGroup) -> GpuWorkspace | None:

@@ -117,6 +117,7 @@ class GpuSite:
         if arguments.x.numel() == 0:
             return
         group = checked_group(arguments.group_name, arguments.world_size)
+        dispatch.meet_once(arguments, group)
         workspace = dispatch.gpu_workspace_for(arguments, group)
         if workspace is None:
             copy_results(dispatch.run(arguments, group), results)

@@ -16,6 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+#: What is loaded into this process, and where torch keeps its libraries.
+_LOADED: Final = Path("/proc/self/maps")
+_TORCH_LIBRARIES: Final = Path(torch.__file__).parent / "lib"
+
 
 class BuildError(RuntimeError):
     """A kernel couldn't be compiled; the message is the compiler's."""
@@ -143,12 +147,11 @@ def rocm_library(name: str) -> list[str]:
     file = f"lib{name}.so"
     found: list[str] = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in _LOADED.read_text().splitlines():
             path = line.partition("/")[2]
             if path and path.rsplit("/", 1)[-1].startswith(file):
                 found.append(f"/{path}")
-    folder = Path(torch.__file__).parent / "lib"
-    found += [str(path) for path in sorted(folder.glob(f"{file}*"))]
+    found += [str(path) for path in sorted(_TORCH_LIBRARIES.glob(f"{file}*"))]
     return [*dict.fromkeys(found), *(file + suffix for suffix in ("", ".7", ".6"))]
 
 

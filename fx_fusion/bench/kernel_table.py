@@ -15,8 +15,8 @@ import torch
 from fx_fusion.bench import kernel_flashinfer as flashinfer
 from fx_fusion.bench.common import Table
 from fx_fusion.bench.kernel_candidates import NAMES, OURS, UNFUSED
+from fx_fusion.bench.kernel_cells import Cell
 from fx_fusion.bench.kernel_graphs import ALONE
-from fx_fusion.bench.kernel_times import Cell
 
 #: The table's name of the fastest variant.
 FLASHINFER: Final = "flashinfer"
@@ -57,13 +57,13 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
     if torch.cuda.device_count() < options.world_size:
         notes.insert(
             0,
-            f"The ranks share {torch.cuda.device_count()} GPU(s) {sharing()}: figures for"
+            f"The ranks share {torch.cuda.device_count()} GPU(s) {_sharing(options)}: figures for"
             " regressions, not for a machine with a GPU each.",
         )
     with_gemms = any(line.between != ALONE for line in lines)
     return Table(
         f"world size {options.world_size}, {options.dtype}, us per op: median (quartiles) of"
-        f" {options.rounds} replays of a graph of {_ops(cells)} ops, maximum over ranks, L2 warm",
+        f" {options.rounds * (options.daemons or 1)} replays of a graph of {_ops(cells)} ops, maximum over ranks, L2 warm",
         (*(["between ops"] if with_gemms else []), "tokens", "hidden", *names),
         tuple(
             (
@@ -146,6 +146,7 @@ def _some(sizes: Sequence[str]) -> str:
     return ", ".join(sizes) if len(sizes) <= 6 else f"{len(sizes)} sizes from {sizes[0]} on"
 
 
-def sharing() -> str:
-    """How ranks share a GPU here."""
+def _sharing(options: argparse.Namespace) -> str:
+    if options.daemons:
+        return f"under MPS, over {options.daemons} daemons"
     return "under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "in turns"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
-import statistics
+import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -14,11 +13,10 @@ import torch.distributed as dist
 
 from fx_fusion import prepare
 from fx_fusion.bench.common import count_cell
-from fx_fusion.bench.kernel_candidates import NAMES, Candidates, agreed, attempt, traffic
+from fx_fusion.bench.kernel_candidates import Candidates, agreed, attempt
 from fx_fusion.bench.kernel_graphs import (
     ALONE,
     COLD,
-    OPS,
     WARM,
     Captured,
     Gemms,
@@ -27,7 +25,6 @@ from fx_fusion.bench.kernel_graphs import (
     capture_gemms,
     make_gemms,
     make_inputs,
-    ops_of,
     replay_microseconds,
     wrong_results,
 )
@@ -37,35 +34,26 @@ from fx_fusion.bench.kernel_steps import Candidate, add_rms_norm
 WARM_UP: Final = 2
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One candidate at one size; microseconds per op, not a number where it wasn't measured.
+class Measured(NamedTuple):
+    """What was measured at one size.
 
-    `median`, `low` and `high` are over rounds, of the slowest rank. `cause` says why the
-    candidate wasn't measured there, or what was wrong with its results. `between` says what
-    stands between the ops of the graph; with GEMMs, the figure is what the op adds to them.
-    `link_bytes`, `hops` and `link_us` are counted, not measured (`kernel_links`); -1 if unknown.
-    `ops` are those of the graph.
+    Attributes:
+        tokens: Rows.
+        hidden_size: Elements of a row.
+        between: What stands between the ops of the graph.
+        times: Microseconds an op in each round, of the slowest rank, by candidate.
+        causes: Why others weren't measured, or what was wrong with the results of some.
     """
 
-    candidate: str
-    world_size: int
     tokens: int
     hidden_size: int
-    dtype: str
-    median: float
-    low: float
-    high: float
-    cause: str = ""
-    between: str = ALONE
-    link_bytes: int = -1
-    hops: int = -1
-    link_us: float = -1.0
-    ops: int = OPS
+    between: str
+    times: dict[str, list[float]]
+    causes: dict[str, str]
 
 
 class Job(NamedTuple):
-    """What every rank is told."""
+    """What every rank is told; rank 0 keeps what it has so far in the file `partial`."""
 
     sizes: Sequence[tuple[int, int]]
     dtype: str
@@ -74,6 +62,7 @@ class Job(NamedTuple):
     causes: dict[str, str]
     in_model: bool = False
     progress: str = ""
+    partial: str = ""
 
 
 class Meter:
@@ -191,8 +180,8 @@ class Meter:
         return times
 
 
-def rank_job(rank: int, world_size: int, job: Job) -> list[Cell]:
-    """Time every size on this rank; rank 0 returns the cells, the maximum over ranks."""
+def rank_job(rank: int, world_size: int, job: Job) -> list[Measured]:
+    """Time every size on this rank; rank 0 returns what was measured."""
     group = dist.group.WORLD
     assert group is not None
     candidates = Candidates(
@@ -206,51 +195,39 @@ def rank_job(rank: int, world_size: int, job: Job) -> list[Cell]:
     candidates.make()
     meter = Meter(candidates, job.rounds)
     meter.compile_norms()
-    cells: list[Cell] = []
+    found: list[Measured] = []
     for tokens, hidden_size in job.sizes:
         times, causes = meter.cell(tokens, hidden_size, job.in_model)
         gathered: list[Any] = [None] * world_size
         cast(Any, dist).all_gather_object(gathered, times, group=group)
-        for between in times:
-            by_rank = [own[between] for own in gathered]
-            cells += cells_of(by_rank, causes, between, tokens, hidden_size, job)
+        for between, own in times.items():
+            slowest = {
+                name: [
+                    max(column)
+                    for column in zip(
+                        *(other[between][name] for other in gathered), strict=True
+                    )
+                ]
+                for name in own
+            }
+            found.append(Measured(tokens, hidden_size, between, slowest, causes))
         if rank == 0:
+            save(job.partial, found)
             count_cell(job.progress)
-    return cells if rank == 0 else []
+    return found if rank == 0 else []
 
 
-def cells_of(
-    by_rank: Sequence[dict[str, list[float]]],
-    causes: dict[str, str],
-    between: str,
-    tokens: int,
-    hidden_size: int,
-    job: Job,
-) -> list[Cell]:
-    """The cells of one size, from every rank's times of each candidate."""
-    cells = []
-    world_size = len(by_rank)
-    row_bytes = hidden_size * getattr(torch, job.dtype).itemsize
-    for name in NAMES:
-        cause = causes.get(name, "")
-        if name in by_rank[0]:
-            figures = slowest([own[name] for own in by_rank])
-        elif cause and between == ALONE:
-            figures = (math.nan, math.nan, math.nan)
-        else:
-            continue
-        sent = traffic(name, tokens, row_bytes, world_size)
-        counted = (-1, -1, -1.0)
-        if sent is not None:
-            counted = (sent.sent, sent.hops, round(sent.microseconds, 3))
-        at = (world_size, tokens, hidden_size, job.dtype)
-        cells.append(Cell(name, *at, *figures, cause, between, *counted, ops_of(tokens)))
-    return cells
+def save(path: str, found: list[Measured]) -> None:
+    """Write what is measured so far, whole or not at all, for the case that the rest fails."""
+    if path:
+        part = Path(f"{path}.part")
+        part.write_bytes(pickle.dumps(found))
+        part.replace(path)
 
 
-def slowest(times: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Median and quartiles over rounds of the slowest rank's time; one sequence for each rank."""
-    low, median, high = statistics.quantiles(
-        [max(column) for column in zip(*times, strict=True)], n=4
-    )
-    return round(median, 2), round(low, 2), round(high, 2)
+def saved(path: str) -> list[Measured]:
+    """What `save` wrote, [] if nothing."""
+    try:
+        return cast(list[Measured], pickle.loads(Path(path).read_bytes()))
+    except FileNotFoundError:
+        return []

@@ -49,9 +49,10 @@ from fx_fusion.bench import common
 from fx_fusion.bench import kernel_flashinfer as flashinfer
 from fx_fusion.bench.common import Bench, add_dtype, add_number, add_sizes
 from fx_fusion.bench.kernel_candidates import NAMES, TRITON
-from fx_fusion.bench.kernel_table import sharing, table
-from fx_fusion.bench.kernel_times import Cell, Job, rank_job
-from fx_fusion.testing import spawn
+from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled
+from fx_fusion.bench.kernel_runs import daemon_cause, measured_runs
+from fx_fusion.bench.kernel_table import table
+from fx_fusion.bench.kernel_times import Job
 
 TOKENS: Final = (1, 8, 16, 32, 64, 128, 256)
 HIDDEN_SIZES: Final = (2880, 4096, 5120, 7168, 8192)
@@ -63,7 +64,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     add_sizes(parser, tokens=TOKENS, hidden_sizes=HIDDEN_SIZES)
     add_number(parser, "--rounds", 15, "replays a cell", least=7)
-    add_number(parser, "--timeout", 300, "seconds for everything")
+    add_number(parser, "--timeout", 300, "seconds for a run of all sizes")
+    add_number(
+        parser,
+        "--daemons",
+        0,
+        "where ranks share a GPU: runs of all sizes, each under an MPS daemon of its own; 0 for one"
+        " as the environment is",
+        least=0,
+    )
     parser.add_argument(
         "--in-model",
         action="store_true",
@@ -112,23 +121,26 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Cell]:
         options.in_model,
         progress,
     )
-    cells: list[Cell] = spawn(
-        rank_job, options.world_size, device="cuda", timeout=options.timeout, args=(job,)
-    )[0]
-    return cells
+    runs = measured_runs(job, options.world_size, options.timeout, options.daemons)
+    return [
+        cell
+        for measured in pooled(runs)
+        for cell in cells_of(measured, options.dtype, options.world_size)
+    ]
 
 
 def cannot(options: argparse.Namespace) -> str:
     """Why it can't run here, or with these options."""
     if not chosen(options.candidates):
         return f"--candidates {options.candidates}: choose from {', '.join(NAMES)}."
-    return "" if torch.cuda.device_count() else "this benchmark needs a GPU; torch sees none."
+    if not torch.cuda.device_count():
+        return "this benchmark needs a GPU; torch sees none."
+    return daemon_cause(options.daemons, options.world_size)
 
 
 def machine() -> str:
-    """The GPUs' number and name, and whether ranks run on one side by side."""
-    name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{name}, {sharing()}" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else name
+    """The GPUs' number and name."""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
 
 
 BENCH: Final = Bench(
@@ -136,7 +148,7 @@ BENCH: Final = Bench(
     module="kernels",
     summary="The GPU kernel beside FlashInfer and unfused candidates, in CUDA graphs.",
     add_options=add_options,
-    cells=lambda options: len(sizes_of(options)),
+    cells=lambda options: len(sizes_of(options)) * (options.daemons or 1),
     run=run,
     table=table,
     cannot=cannot,

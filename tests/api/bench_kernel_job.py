@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fx_fusion.bench import kernel_graphs, kernel_times
-from fx_fusion.bench.kernel_times import Cell, Job, rank_job
+from fx_fusion.bench.kernel_times import Job, Measured, rank_job
 
 
 class Graph:
@@ -44,7 +44,7 @@ def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def job(rank: int, world_size: int, given: Job) -> list[Cell]:
+def job(rank: int, world_size: int, given: Job) -> list[Measured]:
     cuda: Any = torch.cuda
     cuda.CUDAGraph, cuda.graph, cuda.Event = Graph, captured, Event
     cuda.synchronize = lambda *_: None

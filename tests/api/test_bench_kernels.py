@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
+from fx_fusion.bench import kernel_runs
 from fx_fusion.bench.common import plain
 from fx_fusion.bench.kernel_candidates import FORCED, NAMES
+from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled
 from fx_fusion.bench.kernel_graphs import ALONE
 from fx_fusion.bench.kernel_table import remarks, table
-from fx_fusion.bench.kernel_times import Cell, slowest
+from fx_fusion.bench.kernel_times import Job, Measured, save, saved
 from fx_fusion.bench.kernels import chosen, main
+from fx_fusion.errors import SpawnError
 
-OPTIONS = Namespace(world_size=2, dtype="bfloat16", rounds=15)
+OPTIONS = Namespace(world_size=2, dtype="bfloat16", rounds=15, daemons=0)
 
 
 def cell(name: str, median: float, cause: str = "", between: str = ALONE) -> Cell:
@@ -82,9 +87,27 @@ def test_what_stands_between_the_ops_has_lines_of_its_own() -> None:
     assert "of 1 cells" in shown.note  # the summary is of the ops alone
 
 
-def test_a_cell_is_the_median_over_rounds_of_the_slowest_rank() -> None:
-    one, other = [1.0, 5.0, 2.0, 2.0, 2.0, 2.0, 2.0], [3.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0]
-    assert slowest([one, other])[0] == 4.0
+def test_a_cell_is_the_median_over_the_rounds_of_all_runs() -> None:
+    def run(ours: list[float], causes: dict[str, str]) -> list[Measured]:
+        times = {"fx_fusion": ours} | ({} if causes else {"nccl": [9.0] * 3})
+        return [Measured(8, 4096, ALONE, times, causes)]
+
+    (measured,) = pooled([run([1.0, 2.0, 3.0], {}), run([4.0, 5.0, 6.0], {"nccl": "it broke"})])
+    ours, other = cells_of(measured, "bfloat16", 4)
+    assert (ours.candidate, ours.median, ours.low, ours.high) == ("fx_fusion", 3.5, 1.75, 5.25)
+    assert math.isnan(other.median)
+    assert (other.candidate, other.cause) == ("nccl", "it broke")
+    assert (other.link_bytes, other.hops, ours.hops) == (2 * 3 * 8 * 8192 // 4, 6, -1)
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
+    path = str(tmp_path / "partial")
+    assert saved(path) == []
+    found = [Measured(8, 4096, ALONE, {"nccl": [1.0, 2.0]}, {})]
+    save(path, found)
+    assert saved(path) == found
+    assert [file.name for file in tmp_path.iterdir()] == ["partial"]
+    save("", found)
 
 
 def test_candidates_are_chosen_by_name_or_by_its_beginning() -> None:
@@ -103,3 +126,49 @@ def test_an_unknown_candidate_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "needs a GPU" in capsys.readouterr().err
+
+
+class TestRuns:
+    """Runs that fail, on a stand-in for the ranks."""
+
+    JOB = Job([(8, 4096), (64, 4096)], "bfloat16", 7, NAMES, {})
+
+    def fail(self, monkeypatch: pytest.MonkeyPatch, *outcomes: int) -> None:
+        """Let run after run fail after so many sizes."""
+        left = list(outcomes)
+
+        def spawned(*_: object, args: tuple[Job], **__: object) -> list[list[Measured]]:
+            count = left.pop(0)
+            found = [
+                Measured(tokens, hidden, ALONE, {"nccl": [1.0]}, {})
+                for tokens, hidden in args[0].sizes[:count]
+            ]
+            if count == len(args[0].sizes):
+                return [found]
+            save(args[0].partial, found if count else [])
+            raise SpawnError("rank 1 did not finish")
+
+        monkeypatch.setattr(kernel_runs, "spawn", spawned)
+        monkeypatch.setattr(kernel_runs, "mps_daemon", contextlib.nullcontext)
+
+    def test_the_sizes_before_a_failure_are_kept_and_the_failure_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.fail(monkeypatch, 1)
+        (run,) = kernel_runs.measured_runs(self.JOB, 2, 10, 0)
+        assert [one.tokens for one in run] == [8]
+        assert "ended after 1 of 2 sizes" in capsys.readouterr().err
+
+    def test_a_run_that_measured_nothing_costs_no_other_run(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.fail(monkeypatch, 0, 2)
+        assert len(kernel_runs.measured_runs(self.JOB, 2, 10, 2)) == 1
+        assert "Run 1 of 2 measured nothing" in capsys.readouterr().err
+
+    def test_if_no_run_measured_anything_it_fails(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.fail(monkeypatch, 0)
+        with pytest.raises(SpawnError, match="did not finish"):
+            kernel_runs.measured_runs(self.JOB, 2, 10, 0)

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fx_fusion.bench import common, cpu, cpu_step, pass_cost
-from fx_fusion.bench.kernel_times import Cell
+from fx_fusion.bench.kernel_cells import Cell
 from fx_fusion.bench.results import Picture, read
 from fx_fusion.cli.app import app
 

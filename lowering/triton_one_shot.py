@@ -189,6 +189,7 @@ def one_shot(
     inside = columns < HIDDEN
     ranks = tl.arange(0, _FLAGS)
     rank = tl.load(table + _RANK).to(tl.int32)
+    size = tl.full([], WORLD, tl.int32)  # WORLD as a value: comparisons with it are masks
     own = tl.load(table + rank)
     bases = tl.load(table + ranks, mask=ranks < WORLD, other=0)
     timeout = tl.load(table + _TIMEOUT)
@@ -223,7 +224,7 @@ def one_shot(
                 start = tl.load(table + peer) + DATA
                 address = start + (place + ring_row).to(tl.int64) * ROW_BYTES
                 target = tl.multiple_of(address.to(tl.pointer_type(X)), 16)
-                wanted = inside & going & (distance < WORLD)
+                wanted = inside & going & (distance < size)
                 tl.store(target + columns, part, mask=wanted, cache_modifier=".wt")
         flag = (slot * RING_ROWS + ring_row) * _FLAGS
         theirs = (bases + FLAGS + (flag + rank) * 4).to(tl.pointer_type(tl.int32))
@@ -262,9 +263,9 @@ def one_shot(
                 place = (slot * (WORLD - 1) + source - (source > rank).to(tl.int32)) * RING_ROWS
                 address = own + DATA + (place + ring_row).to(tl.int64) * ROW_BYTES
                 target = tl.multiple_of(address.to(tl.pointer_type(X)), 16)
-                wanted = inside & (source != rank) & (source < WORLD) & (cause == 0)
+                wanted = inside & (source != rank) & (source < size) & (cause == 0)
                 got = tl.load(target + columns, mask=wanted, other=part, cache_modifier=PULL)
-                total = tl.where(source < WORLD, total + got.to(tl.float32), total)
+                total = tl.where(source < size, total + got.to(tl.float32), total)
         total = tl.where(cause == 0, total, float("nan"))
         _finish(
             total,

@@ -35,12 +35,14 @@ FORMS: tuple[tuple[Any, ...], ...] = (
     (FP32, 2880, FP32, FP32, None, {"eps_tensor": torch.tensor(1e-5), "reciprocal": "1/sqrt"}),
     (FP16, 1032, BF16, None, None, {"scale_tensor": torch.tensor(0.3), "want_norm": False}),
 )
+#: Operations of the interpreter that take a mask, as which of their arguments.
+MASKS = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
 #: Polls after which a rank gives up, where the interpreter has no clock.
 PATIENCE = 100_000
 
 
 def interpret() -> None:
-    """Switch the interpreter on, and let it round to bfloat16 as hardware does."""
+    """Switch the interpreter on; let it round to bfloat16 as hardware does, and keep masks."""
     os.environ["TRITON_INTERPRET"] = "1"
     module: Any = importlib.import_module("triton.runtime.interpreter")
     convert = module._convert_float
@@ -53,6 +55,20 @@ def interpret() -> None:
         return rounded.numpy().view(numpy.uint16)
 
     module._convert_float = nearest
+    builder = module.InterpreterBuilder
+    for name, place in MASKS.items():
+        setattr(builder, name, with_boolean_mask(getattr(builder, name), place))
+
+
+def with_boolean_mask(create: Any, place: int) -> Any:
+    """An operation of the interpreter; that of Triton 3.9 refuses masks that were combined."""
+
+    def created(builder: Any, *arguments: Any) -> Any:
+        mask = arguments[place]
+        mask.data = mask.data.astype(numpy.bool_)
+        return create(builder, *arguments)
+
+    return created
 
 
 def random_tensor(choice: random.Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:

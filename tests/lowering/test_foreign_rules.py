@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from fx_fusion.doctor.versions import FLASHINFER_FAULTS
 from fx_fusion.lowering import aiter_rules, flashinfer_rules
 from fx_fusion.lowering.aiter_rules import Release
 from fx_fusion.lowering.site_form import SiteForm, plain_form_cause
@@ -140,6 +141,11 @@ def test_flashinfer_s_memory_stays_below_its_limit(world_size: int, element_size
     # its two-shot buffer has 2 bytes an element, or 4 for fp32 since that was mended
     buffers = world_size * elements * element_size * (1 + 3)
     assert buffers <= flashinfer_rules.MEMORY_BYTES
+
+
+def test_doctor_warns_of_the_releases_that_the_rules_refuse_something_of() -> None:
+    warned = {flashinfer_rules.parsed(fault.below) for fault in FLASHINFER_FAULTS}
+    assert {flashinfer_rules.PARTIAL_WARPS, flashinfer_rules.SOUND} <= warned
 
 
 def test_programmatic_launch_waits_for_a_sound_release() -> None:

@@ -11,12 +11,13 @@ import ctypes
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 
 from fx_fusion.lowering import gpu_build, gpu_driver
 from fx_fusion.lowering.arguments import Arguments, Results, result_dtypes
+from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_layout import (
     MAX_WORLD_SIZE,
     Geometry,
@@ -56,7 +57,7 @@ class Launcher:
         group, layout = workspace.group, workspace.layout
         region = layout.region(algorithm, width)
         variant = variant_of(arguments, shape, algorithm)
-        self._function = gpu_driver.Function(
+        self._function = driver_for(workspace.arch).Function(
             gpu_build.machine_code(variant, workspace.arch),
             gpu_build.KERNELS[variant.algorithm].entry,
             threads=shape.threads,
@@ -99,8 +100,8 @@ class Launcher:
 
     @property
     def function(self) -> gpu_driver.Function:
-        """The loaded kernel."""
-        return self._function
+        """The loaded kernel, of CUDA: the launcher in C knows no other."""
+        return cast(gpu_driver.Function, self._function)
 
     @property
     def parameters(self) -> bytes:
@@ -122,7 +123,7 @@ class Launcher:
 
 def has_programmatic_launch(arch: str) -> bool:
     """True from sm_90 on: a kernel may start before the one ahead has ended; clusters."""
-    return int(arch.removeprefix("sm_")) >= 90
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
 
 
 def run(arguments: Arguments, workspace: GpuWorkspace, algorithm: str = "one-shot") -> Results:

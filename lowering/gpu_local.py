@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel
+from fx_fusion.lowering import gpu_build, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
 from fx_fusion.lowering.gpu_layout import Geometry, row_segments, vectors_of
@@ -64,7 +65,7 @@ class LocalLauncher:
             DriverError: It can't be loaded.
         """
         variant = variant_of(arguments, shape, "local")
-        self._function = gpu_driver.Function(
+        self._function = driver_for(machine.arch).Function(
             gpu_build.machine_code(variant, machine.arch),
             gpu_build.KERNELS[variant.algorithm].entry,
             threads=shape.threads,
@@ -156,10 +157,10 @@ def machine_of(index: int) -> Machine | None:
     its context.
     """
     properties = torch.cuda.get_device_properties(index)
+    arch = device_arch(torch.device("cuda", index))
     try:
-        context = gpu_driver.current_context()
+        context = driver_for(arch).current_context()
     except DriverError as error:
         log.warning("fx_fusion: add and norm run on torch's own kernels: %s", error)
         return None
-    arch = device_arch(torch.device("cuda", index))
     return Machine(arch, properties.multi_processor_count, context)

@@ -60,6 +60,8 @@ GPU_PROVEN: Final[frozenset[tuple[str, int]]] = frozenset()
 #: Archs on which the local add+norm kernel's tests have passed; elsewhere it runs only if
 #: `kernel="fx_fusion"`. It changes no norm by more than an ulp and meets no other rank.
 GPU_LOCAL_PROVEN: Final[frozenset[str]] = frozenset()
+#: AMD's GPUs that the kernels compile for. None has run them yet, so none is in GPU_PROVEN.
+AMD_ARCHS: Final = ("gfx90a", "gfx942", "gfx950")
 #: The GPU kernels; see `gpu_algorithm` for which runs.
 GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 GPU_TWO_SHOT: Final = "two-shot over symmetric memory"
@@ -194,14 +196,10 @@ def gpu_takes(arch: str, world_size: int, hidden_size: int) -> bool:
     """True if a GPU kernel of ours can run at all.
 
     Args:
-        arch: "sm_90"; AMD's wait for a passing run on record.
+        arch: "sm_90", "gfx942".
         world_size: Ranks in the group.
         hidden_size: Elements of the last dimension.
     """
     number = arch.removeprefix("sm_")
-    return (
-        arch.startswith("sm_")
-        and number.isdecimal()
-        and int(number) >= 80
-        and gpu_layout.takes(hidden_size, world_size)
-    )
+    nvidia = arch.startswith("sm_") and number.isdecimal() and int(number) >= 80
+    return (nvidia or arch in AMD_ARCHS) and gpu_layout.takes(hidden_size, world_size)

@@ -24,9 +24,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from fx_fusion.errors import CaptureError, PeerTimeoutError
-from fx_fusion.lowering import gpu_build, gpu_driver
+from fx_fusion.lowering import gpu_build
 from fx_fusion.lowering.agreement import CANNOT, agree
+from fx_fusion.lowering.arch import device_arch
+from fx_fusion.lowering.driver import driver_for
+from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE, Layout, layout
+from fx_fusion.lowering.gpu_select import AMD_ARCHS, gpu_takes
 from fx_fusion.lowering.runtime_compiler import BuildError
 
 log = logging.getLogger(__name__)
@@ -137,8 +141,8 @@ class GpuWorkspace:
             return
         current = torch.cuda.current_stream(self.device)
         if self._last_stream_object is not None:
-            capturing = gpu_driver.is_capturing(stream)
-            if capturing == gpu_driver.is_capturing(last):
+            is_capturing = driver_for(self.arch).is_capturing
+            if is_capturing(stream) == is_capturing(last):
                 event = cast(Any, torch.cuda).Event()
                 event.record(self._last_stream_object)
                 current.wait_event(event)
@@ -215,15 +219,12 @@ def _in_thread(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
-    if torch.version.hip:
-        # No passing run on such a machine is on record, so the kernel is off there.
-        return GpuWorkspace(group, device, "the GPU kernel has not been run on AMD GPUs yet")
     if not 2 <= group.size() <= MAX_WORLD_SIZE:
         return GpuWorkspace(
             group, device, f"the kernel takes 2 to {MAX_WORLD_SIZE} ranks, not {group.size()}"
         )
     facts = _facts(group, device)
-    agreement = agree(group, facts, equal=("source", "nvrtc", "torch", "bytes"))
+    agreement = agree(group, facts, equal=("source", "compiler", "torch", "bytes"))
     refusal = agreement.refusal or _differences(agreement.facts)
     if refusal:
         return GpuWorkspace(group, device, refusal, bool(agreement.refusal))
@@ -255,24 +256,24 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
 
 def _facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """What this rank brings; `cannot` says what it lacks."""
-    properties = torch.cuda.get_device_properties(device)
+    properties, arch = torch.cuda.get_device_properties(device), device_arch(device)
     facts: dict[str, Any] = {
         "host": _host(),
         "uuid": str(properties.uuid),
-        "arch": f"sm_{properties.major}{properties.minor}",
+        "arch": arch,
         "multiprocessors": properties.multi_processor_count,
         "torch": str(torch.__version__),
         "bytes": layout(group.size()).total,
         "source": gpu_build.source_hash(),
-        "nvrtc": "",
+        "compiler": "",
     }
     try:
         torch.cuda.synchronize(device)  # gives this thread the device's context
-        gpu_driver.current_context()
-        facts["nvrtc"] = gpu_build.nvrtc_version()
-        if properties.major < 8:
-            facts[CANNOT] = f"the kernel needs sm_80 or newer, not {facts['arch']}"
-    except (BuildError, gpu_driver.DriverError) as error:
+        driver_for(arch).current_context()
+        facts["compiler"] = gpu_build.compiler_version()
+        if not gpu_takes(arch, group.size(), 1):
+            facts[CANNOT] = f"the kernels need sm_80 or newer or {AMD_ARCHS}, not {arch}"
+    except (BuildError, DriverError) as error:
         facts[CANNOT] = _first_line(error)
     return facts
 
@@ -291,7 +292,7 @@ def _share(workspace: GpuWorkspace) -> None:
     group, device = workspace.group, workspace.device
     sizes = layout(group.size())
     torch.cuda.current_stream(device).synchronize()
-    workspace.context = gpu_driver.current_context()
+    workspace.context = driver_for(workspace.arch).current_context()
     # A dedicated allocation: addresses and signal pad are this group's alone.
     memory: torch.Tensor = cast(Any, symmetric_memory)._SymmetricMemory.empty_strided_p2p(
         (sizes.total,), (1,), torch.uint8, device

@@ -21,6 +21,7 @@ import torch
 
 from fx_fusion.lowering import aiter_rules, flashinfer_rules
 from fx_fusion.lowering.gpu_select import (
+    AMD_ARCHS,
     GPU_ONE_SHOT,
     GPU_TWO_SHOT,
     TABLE,
@@ -202,6 +203,11 @@ def _gpu_cause(problem: Problem, kernel: str) -> str:
         problem.hidden_size,
         problem.deterministic,
     )
+    if most == 0 and problem.arch in AMD_ARCHS:
+        return (
+            f"our kernels have not been run on {problem.arch} yet;"
+            ' kernel="fx_fusion" turns them on'
+        )
     if most == 0:
         return f"nothing was measured for {problem.arch} and this size"
     if problem.tokens is not None and problem.tokens > most:

@@ -194,15 +194,30 @@ def test_a_row_holds_for_its_size_and_smaller_ones_up_to_and_including_its_limit
 def test_the_kernel_by_name_and_deterministic_sums_take_every_size() -> None:
     assert most("fx_fusion") == most(deterministic=True) == sys.maxsize
     assert most("unfused", deterministic=True) == 0
-    assert most("fx_fusion", hidden=16385) == most("fx_fusion", arch="gfx942") == 0
+    assert most("fx_fusion", hidden=16385) == most("fx_fusion", arch="gfx908") == 0
 
 
 def test_an_arch_without_a_passing_run_needs_the_option() -> None:
     assert most(arch="sm_100", deterministic=True) == 0
     assert most(world_size=8, deterministic=True) == 0
     assert most("fx_fusion", arch="sm_100") == sys.maxsize
-    refusal = select.select(replace(PROBLEM, arch="gfx942"), FusionSettings(kernel="fx_fusion"))
+    refusal = select.select(replace(PROBLEM, arch="gfx908"), FusionSettings(kernel="fx_fusion"))
     assert isinstance(refusal, Refusal)
+
+
+@pytest.mark.parametrize("arch", gpu_select.AMD_ARCHS)
+def test_amd_s_gpus_need_the_option(arch: str) -> None:
+    problem = replace(PROBLEM, arch=arch)
+    plan = select.select(problem, FusionSettings())
+    assert isinstance(plan, Plan)
+    assert plan.kernel == "unfused"
+    assert plan.cause == (
+        f'our kernels have not been run on {arch} yet; kernel="fx_fusion" turns them on'
+    )
+    plan = select.select(problem, FusionSettings(kernel="fx_fusion"))
+    assert isinstance(plan, Plan)
+    assert (plan.kernel, plan.cause) == (GPU_ONE_SHOT, "")
+    assert most(arch=arch, deterministic=True) == 0
 
 
 def algorithm(tokens: int, kernel: str = "auto", hidden: int = 4096, **changes: Any) -> str:
@@ -267,5 +282,6 @@ def test_the_local_kernel_runs_where_it_has_passed_or_is_asked_for(
     assert gpu_takes_local("auto", "sm_90", 4096)
     assert gpu_takes_local("fx_fusion", "sm_80", 4096)
     assert not gpu_takes_local("auto", "sm_80", 4096)
-    assert not gpu_takes_local("fx_fusion", "gfx942", 4096)
+    assert gpu_takes_local("fx_fusion", "gfx942", 4096)
+    assert not gpu_takes_local("auto", "gfx942", 4096)
     assert not gpu_takes_local("auto", "sm_90", 16385)

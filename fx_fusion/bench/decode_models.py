@@ -49,7 +49,7 @@ SHAPES: Final = {
     "llama-3-8b": Shape(4096, 32, 8, 128, 14336),
     "qwen3-32b": Shape(5120, 64, 8, 128, 25600),
     "deepseek-v3": Shape(7168, 128, 8, 128, 18432),
-    "tiny": Shape(64, 8, 4, 16, 128),
+    "tiny": Shape(64, 16, 8, 16, 128),
 }
 
 

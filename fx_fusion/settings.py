@@ -46,7 +46,8 @@ class FusionSettings:
         kernel: "auto", or one of KERNELS. A kernel that can't run a site leaves it unfused
             with Reason.KERNEL_UNAVAILABLE. "flashinfer" and "aiter" are libraries that have to be
             installed on every rank; where one isn't, calls take the unfused path and a WARNING
-            says why. "auto" never takes them.
+            says why. Their kernels wait for other ranks without a time limit, and their memory
+            is made at the first call, which must not be under capture. "auto" never takes them.
         merge_all_reduces: Turn `AR(a) + AR(b)` of one group into `AR(a + b)`. One collective
             less, but the partial sums are added and rounded to the activation dtype on each
             rank before they are reduced, so the last bit can differ from eager.

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import fx_fusion
-from fx_fusion.lowering import gpu_kernel, gpu_launch, gpu_site
-from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering import dispatch, gpu_kernel, gpu_launch, gpu_site
+from fx_fusion.lowering.arguments import Arguments, Results, check
 from fx_fusion.lowering.gpu_workspace import gpu_workspace
+from fx_fusion.lowering.groups import checked_group
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm
 from fx_fusion.lowering.select import digest_of
 from fx_fusion.settings import FusionSettings
@@ -101,6 +102,22 @@ def costs(rank: int, world_size: int, hidden: int) -> dict[str, float]:
     ways["dispatched op"] = lambda: all_reduce_add_rms_norm(
         x, residual, weight, None, **constants
     )
+    ways["  of it, below the dispatcher"] = lambda: dispatch.run(arguments, group)
+
+    def choose() -> None:
+        dispatch.meet_once(arguments, group)
+        dispatch.gpu_workspace_for(arguments, group)
+        dispatch.gpu_algorithm_for(arguments)
+
+    def checks() -> None:
+        check(arguments)
+        checked_group(arguments.group_name, world_size)
+
+    ways["  of it, choosing the path"] = choose
+    ways["  of it, checks"] = checks
+    ways["  of it, kernel and results"] = lambda: gpu_kernel.run(arguments, workspace)
+    ways["  of it, results"] = lambda: gpu_kernel.empty_results(arguments)
+    ways["torch.cuda.is_available()"] = torch.cuda.is_available
     ways["compiled x + residual, one Triton kernel"] = lambda: add(x, residual)
     return {name: median(call) for name, call in ways.items()}
 

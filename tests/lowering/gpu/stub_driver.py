@@ -88,10 +88,19 @@ def workspace_of(group_name: str, multiprocessors: int = 132) -> Workspace:
 def stubbed(workspace: Workspace | None) -> Iterator[None]:
     """Launches go to the stub; calls of the group find `workspace`."""
     stub().stub_reset(256, 0)
+
+    # functions: a Mock would keep the arguments of its calls
+
+    def workspace_for(*_: object) -> Workspace | None:
+        return workspace
+
+    def algorithm_for(*_: object) -> str:
+        return "one-shot"
+
     with (
         mock.patch.object(gpu_driver, "_driver", stub),
         mock.patch.object(gpu_build, "machine_code", return_value=b"code"),
-        mock.patch.object(dispatch, "gpu_workspace_for", return_value=workspace),
-        mock.patch.object(dispatch, "gpu_algorithm_for", return_value="one-shot"),
+        mock.patch.object(dispatch, "gpu_workspace_for", workspace_for),
+        mock.patch.object(dispatch, "gpu_algorithm_for", algorithm_for),
     ):
         yield

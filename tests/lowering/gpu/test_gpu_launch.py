@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -193,6 +194,19 @@ def test_a_closed_workspace_and_a_destroyed_group_are_noticed(kind: str) -> None
             Tensors(8).call(site)
             assert len(taken()) == 1
             assert other.stream_word.value == STREAM
+
+
+def test_nothing_of_a_call_is_kept(workspace: Workspace, kind: str) -> None:
+    """Else CUDA graph trees would find memory in their pool that nobody owns."""
+    site = made(want_residual=True, want_rstd=True)
+    for _ in range(2):  # the first through Python
+        tensors = Tensors(8, rstd=True)
+        values = [value for value in vars(tensors).values() if isinstance(value, torch.Tensor)]
+        kept = [weakref.ref(value) for value in values]
+        assert len(kept) == 6
+        tensors.call(site)
+        del tensors, values
+        assert [reference() for reference in kept] == [None] * 6
 
 
 def test_no_rows_are_no_launch(workspace: Workspace, kind: str) -> None:

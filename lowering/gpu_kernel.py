@@ -55,7 +55,7 @@ class Launcher:
         x = arguments.x
         hidden_size, width = x.shape[-1], x.element_size()
         group, layout = workspace.group, workspace.layout
-        region = layout.region(algorithm, width)
+        region = layout.region(algorithm)
         variant = variant_of(arguments, shape, algorithm)
         self._function = driver_for(workspace.arch).Function(
             gpu_build.machine_code(variant, workspace.arch),

@@ -1,11 +1,9 @@
 """Sizes of the GPU workspace and the shape of a launch: pure functions, the same on every rank.
 
-A rank's workspace has a region of receive places for each algorithm and what tells its empty
-places: one-shot has one for each element width (2 and 4 bytes), two-shot one for both. A place
-is a segment of SEGMENT_BYTES. Behind the regions come the states of their segments and a control
-word.
+A rank's workspace has a region of receive places for each algorithm, then the states of their
+segments and a control word. A place is a segment of SEGMENT_BYTES.
 
-* one-shot: [3 slots][source][segment]; a row takes whole segments.
+* one-shot: [2 slots][source][segment]; a row takes whole segments.
 * two-shot: [2 slots][source][segment] for what the owner of a row receives, then
   [owner][segment] for the sums; segments are counted for each owner.
 
@@ -13,9 +11,9 @@ A call with more rows than a region has room for streams through it in chunks. S
 on the number of ranks alone, in MiB per rank:
 
     world size     2      3     4    5 to 8      9 to 16
-    one-shot      15     15  22.5  30 to 52.5  30 to 56.25
-    two-shot       0      9     9  12 to 21     6 to 11.25
-    together      15     24  31.5  42 to 73.5  36 to 67.5
+    one-shot      12     12    18   24 to 42     32 to 60
+    two-shot       0      9     9   12 to 21      6 to 11.25
+    together      12     21    27   36 to 63     38 to 71.25
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Final, NamedTuple
 #: Bytes of a segment: 512 vectors of 16 bytes. `kSegment` of the kernel.
 SEGMENT_BYTES: Final = 8192
 #: One-shot's receive slots, which take turns.
-SLOTS: Final = 3
+SLOTS: Final = 2
 #: Two-shot's places for a peer and a segment: two slots of parts, one of sums.
 TWO_SHOT_PLACES: Final = 3
 #: Bytes of a segment's state. `State` of the kernel.
@@ -43,10 +41,9 @@ _MAX_THREADS: Final = 512
 _WARP: Final = 32
 
 
-def segments(world_size: int, element_size: int) -> int:
-    """Segments of one-shot's region for elements of 2 or 4 bytes; a quarter as many for 4."""
-    count = 512 if world_size == 2 else 256 if world_size <= 8 else 128
-    return count if element_size == 2 else count // 4
+def segments(world_size: int) -> int:
+    """Segments of one-shot's region."""
+    return 768 if world_size == 2 else 384 if world_size <= 8 else 256
 
 
 def owner_segments(world_size: int) -> int:
@@ -74,41 +71,39 @@ class Layout(NamedTuple):
     """The workspace of one rank.
 
     Attributes:
-        one_shot: The regions for 2 and for 4 bytes an element.
-        two_shot: The region for any element.
+        one_shot: The region of one-shot, which comes first.
+        two_shot: The region of two-shot.
         states: Byte offset of the first state; the receive places end there.
         control: Byte offset of the control word.
         total: Bytes of the workspace.
     """
 
-    one_shot: dict[int, Region]
+    one_shot: Region
     two_shot: Region
     states: int
     control: int
     total: int
 
-    def region(self, algorithm: str, element_size: int) -> Region:
-        """What a call by "one-shot" or "two-shot" uses."""
-        return self.two_shot if algorithm == "two-shot" else self.one_shot[element_size]
+    def region(self, algorithm: str) -> Region:
+        """What a call by "one-shot" or "two-shot" uses, for elements of any width."""
+        return self.two_shot if algorithm == "two-shot" else self.one_shot
 
 
 @lru_cache
 def layout(world_size: int) -> Layout:
     """The workspace of one rank of a group; a rank keeps no place for its own data."""
     peers = world_size - 1
-    counts = (
-        (segments(world_size, 2), SLOTS * peers, 1),
-        (segments(world_size, 4), SLOTS * peers, 1),
-        (owner_segments(world_size), TWO_SHOT_PLACES * peers, world_size),
-    )
-    states = sum(count * places for count, places, _ in counts) * SEGMENT_BYTES
-    buffer, state, regions = 0, states, []
-    for count, places, owners in counts:
-        regions.append(Region(buffer, state, count))
-        buffer += count * places * SEGMENT_BYTES
-        state += count * owners * STATE_BYTES
+    one, two = segments(world_size), owner_segments(world_size)
+    two_shot = one * SLOTS * peers * SEGMENT_BYTES
+    states = two_shot + two * TWO_SHOT_PLACES * peers * SEGMENT_BYTES
+    two_shot_states = states + one * STATE_BYTES
+    control = two_shot_states + two * world_size * STATE_BYTES
     return Layout(
-        {2: regions[0], 4: regions[1]}, regions[2], states, state, state + CONTROL_BYTES
+        Region(0, states, one),
+        Region(two_shot, two_shot_states, two),
+        states,
+        control,
+        control + CONTROL_BYTES,
     )
 
 
@@ -134,7 +129,7 @@ def rows_per_launch(
     of_a_row = row_segments(hidden_size, element_size)
     if algorithm == "two-shot":
         return owner_segments(world_size) // of_a_row * world_size
-    return segments(world_size, element_size) // of_a_row
+    return segments(world_size) // of_a_row
 
 
 class Geometry(NamedTuple):

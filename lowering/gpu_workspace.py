@@ -308,15 +308,9 @@ def _share(workspace: GpuWorkspace) -> None:
 
 
 def mark_empty(memory: torch.Tensor, sizes: Layout) -> None:
-    """Fill a rank's memory: places as nothing has arrived, zeros in states and control.
-
-    One-shot marks such places with -0.0, two-shot with words of all ones.
-    """
-    memory.zero_()
-    four, two_shot = sizes.one_shot[4].buffer, sizes.two_shot.buffer
-    memory[:four].view(torch.int16).fill_(-0x8000)
-    memory[four:two_shot].view(torch.int32).fill_(-0x80000000)
-    memory[two_shot : sizes.states].fill_(0xFF)
+    """Fill a rank's memory: ones where nothing has arrived, zeros in states and control."""
+    memory[: sizes.states].fill_(0xFF)
+    memory[sizes.states :].zero_()
 
 
 def _timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -13,9 +13,30 @@ struct Spread {
   u32 thread, block;
 };
 
-// The thread's k-th vector of the row.
-DEVICE int vector_of(const Spread& spread, int k) {
+// The thread's k-th vector of a row.
+struct Vector {
+  int j;        // its number within the row
+  bool inside;  // the row has it; else `j` is the row's last, and nothing may be stored
+  u64 at;       // its first element in an array of rows
+  int left;     // elements from there to the row's end
+};
+
+DEVICE int number_of(const Spread& spread, int k) {
   return (k * CLUSTER + spread.block) * THREADS + spread.thread;
+}
+
+// False if no thread of the warp has a k-th vector. Warps skip as a whole: in the row's last one
+// the threads beyond the end go along, as a warp that parts costs more than what they do.
+DEVICE bool warp_has(const Params& p, const Spread& spread, int k) {
+  return number_of(spread, k) - static_cast<int>(spread.thread % 32) < p.vectors;
+}
+
+DEVICE Vector vector_of(const Params& p, const Spread& spread, u32 row, int k) {
+  const int number = number_of(spread, k);
+  const bool inside = number < p.vectors;
+  const int j = inside ? number : p.vectors - 1;
+  return Vector{j, inside, static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements,
+                p.hidden - j * kElements};
 }
 
 // A thread's share of what is added to a row and multiplied with it.
@@ -25,10 +46,10 @@ struct Inputs {
   Tile<BIAS_DTYPE> bias[kVectors];
 };
 
-DEVICE void read_inputs(const Params& p, Inputs& inputs, int k, int j, u64 at, int left) {
-  read(inputs.residual[k], p.residual, at, left);
-  read(inputs.weight[k], p.weight, static_cast<u64>(j) * kElements, left);
-  read(inputs.bias[k], p.bias, static_cast<u64>(j) * kElements, left);
+DEVICE void read_inputs(const Params& p, Inputs& inputs, int k, const Vector& v) {
+  read(inputs.residual[k], p.residual, v.at, v.left);
+  read(inputs.weight[k], p.weight, static_cast<u64>(v.j) * kElements, v.left);
+  read(inputs.bias[k], p.bias, static_cast<u64>(v.j) * kElements, v.left);
 }
 
 DEVICE float read_scale(const Params& p) {
@@ -36,12 +57,12 @@ DEVICE float read_scale(const Params& p) {
 }
 
 // Turns the sum over ranks, in `h`, into the hidden state; returns the sum of its squares.
-DEVICE float add_steps(const Params& p, const Inputs& inputs, int k, u64 at, int left,
+DEVICE float add_steps(const Params& p, const Inputs& inputs, int k, const Vector& v,
                        float scale, float (&h)[kElements]) {
   float sum = 0.0f;
   float other[kElements];
   round_to<X_DTYPE>(h);
-  if constexpr (WANT_REDUCED) write<X_DTYPE>(p.reduced, at, left, h);
+  if (WANT_REDUCED && v.inside) write<X_DTYPE>(p.reduced, v.at, v.left, h);
   if constexpr (CAST_DTYPE != X_DTYPE) round_to<CAST_DTYPE>(h);
   if constexpr (BIAS_DTYPE >= 0) {
     widen(inputs.bias[k], other);
@@ -60,11 +81,11 @@ DEVICE float add_steps(const Params& p, const Inputs& inputs, int k, u64 at, int
     for (int i = 0; i < kElements; ++i) h[i] = other[i] + h[i];
     round_to<HIDDEN_DTYPE>(h);
   }
-  if constexpr (WANT_RESIDUAL) write<HIDDEN_DTYPE>(p.residual_out, at, left, h);
+  if (WANT_RESIDUAL && v.inside) write<HIDDEN_DTYPE>(p.residual_out, v.at, v.left, h);
 #pragma unroll
   for (int i = 0; i < kElements; ++i)
-    if (ALIGNED || i < left) sum = sum + h[i] * h[i];
-  return sum;
+    if (ALIGNED || i < v.left) sum = sum + h[i] * h[i];
+  return v.inside ? sum : 0.0f;
 }
 
 DEVICE void fill_with_nan(float (&v)[kElements]) {
@@ -108,7 +129,7 @@ DEVICE float add_up(const Params& p, const Spread& spread, Meeting& meeting,
   meeting.met = true;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int leaf = vector_of(spread, k) / 32;
+    const int leaf = number_of(spread, k) / 32;
     if (leaf >= leaf_count) continue;
     if (CLUSTER > 1) {
       if (lane < CLUSTER) store_in_cluster(&leaves[leaf], lane, squares[k]);
@@ -145,14 +166,12 @@ DEVICE void normalise(const Params& p, const Spread& spread, const Inputs& input
 
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int j = vector_of(spread, k);
-    if (j >= p.vectors) continue;
-    const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-    const int left = p.hidden - j * kElements;
+    if (!warp_has(p, spread, k)) continue;
+    const Vector v = vector_of(p, spread, row, k);
     if (failed) {  // all of the row, not only what this thread waited for
       fill_with_nan(h[k]);
-      if constexpr (WANT_REDUCED) write<X_DTYPE>(p.reduced, at, left, h[k]);
-      if constexpr (WANT_RESIDUAL) write<HIDDEN_DTYPE>(p.residual_out, at, left, h[k]);
+      if (WANT_REDUCED && v.inside) write<X_DTYPE>(p.reduced, v.at, v.left, h[k]);
+      if (WANT_RESIDUAL && v.inside) write<HIDDEN_DTYPE>(p.residual_out, v.at, v.left, h[k]);
     }
     if constexpr (WANT_NORM) {
       float n[kElements];
@@ -168,7 +187,7 @@ DEVICE void normalise(const Params& p, const Spread& spread, const Inputs& input
           n[i] = n[i] * (ONE_PLUS_WEIGHT ? 1.0f + w[i] : w[i]);
         round_to<PRODUCT_DTYPE>(n);
       }
-      write<OUT_DTYPE>(p.norm, at, left, n);
+      if (v.inside) write<OUT_DTYPE>(p.norm, v.at, v.left, n);
     }
   }
 }

@@ -20,22 +20,18 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_local(const Params p) {
     float squares[kVectors];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const int j = vector_of(spread, k);
-      if (j >= p.vectors) continue;
-      const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-      const int left = p.hidden - j * kElements;
-      x[k] = read_words(p.x, at, left);
-      read_inputs(p, inputs, k, j, at, left);
+      if (!warp_has(p, spread, k)) continue;
+      const Vector v = vector_of(p, spread, row, k);
+      x[k] = read_words(p.x, v.at, v.left);
+      read_inputs(p, inputs, k, v);
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const int j = vector_of(spread, k);
       squares[k] = 0.0f;
-      if (j >= p.vectors) continue;
-      const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-      const int left = p.hidden - j * kElements;
+      if (!warp_has(p, spread, k)) continue;
+      const Vector v = vector_of(p, spread, row, k);
       widen_words(x[k], h[k]);
-      squares[k] = add_steps(p, inputs, k, at, left, scale, h[k]);
+      squares[k] = add_steps(p, inputs, k, v, scale, h[k]);
     }
     const bool last = row + p.clusters >= static_cast<u32>(p.rows);
     const float total = add_up(p, spread, meeting, squares, last);

@@ -21,10 +21,8 @@ constexpr int kGroup = kVectors >= 4 ? 2 : kWorld <= 8 ? kWorld : 4;  // sources
 enum Cause : u32 { kPeerTimeout = 1, kOverlap = 2 };
 
 struct alignas(16) State {
-  u32 slot;    // of the next use
-  u32 extent;  // vectors that the last use wrote
-  u32 busy;    // a launch is at work on it
-  u32 unused;
+  u32 slot;  // of the next use
+  u32 busy;  // a launch is at work on it
 };
 
 struct Params {

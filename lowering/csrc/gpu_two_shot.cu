@@ -8,9 +8,7 @@
 //
 // A rank sends 2 (W-1) / W of its data where one-shot sends W-1 times all of it, for one hop more.
 //
-// The data is its own flag, by 32-bit words: a place holds 0xffffffff, a NaN in every dtype,
-// wherever nothing has arrived; a sender turns such a word, and those that say "failed", into
-// other NaNs. So the places serve 16- and 32-bit elements alike. Who has read a place wipes it.
+// The data is its own flag (gpu_exchange.h). Who has read a place wipes it.
 //
 // Places are fixed when the workspace is made, whatever the call. Of row r the segment k has the
 // number s = (r / W) * (segments of a row) + k with owner r mod W, and the owner of a place never
@@ -42,28 +40,6 @@
 #include "gpu_elements.h"
 #include "gpu_exchange.h"
 #include "gpu_epilogue.h"
-
-// What marks a place where nothing has arrived, and, with a bit for each missing rank, one where
-// nothing will.
-constexpr u32 kNothing = 0xffffffffu;
-constexpr u32 kFailed = 0xfffe0000u;
-
-DEVICE bool has_nothing(const Words& v) {
-  bool found = false;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) found |= v.w[k] == kNothing;
-  return found;
-}
-
-// NaNs that look like a mark become others.
-DEVICE Words without_marks(Words v) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k)
-    if (v.w[k] >= kFailed) v.w[k] &= 0x7fffffffu;
-  return v;
-}
-
-DEVICE Words all_words(u32 word) { return Words{{word, word, word, word}}; }
 
 // Where `source` puts its part of a segment for its owner; a rank keeps no place for itself.
 DEVICE Words* scatter_place(const Params& p, int owner, int source, u32 slot, u32 segment) {
@@ -103,25 +79,24 @@ DEVICE void scatter(const Params& p, const Spread& spread, u32 row) {
   u32 slot[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int j = vector_of(spread, k);
-    if (j >= p.vectors) continue;
-    slot[k] = load(&p.state[owner * p.segments + first + j / kSegment].slot);
-    x[k] = read_words(p.x, static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements,
-                      p.hidden - j * kElements);
+    if (!warp_has(p, spread, k)) continue;
+    const Vector v = vector_of(p, spread, row, k);
+    slot[k] = load(&p.state[owner * p.segments + first + v.j / kSegment].slot);
+    x[k] = read_words(p.x, v.at, v.left);
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int j = vector_of(spread, k);
-    if (j >= p.vectors) continue;
-    push(scatter_place(p, owner, p.rank, slot[k], first + j / kSegment) + j % kSegment,
+    const Vector v = vector_of(p, spread, row, k);
+    if (!v.inside) continue;
+    push(scatter_place(p, owner, p.rank, slot[k], first + v.j / kSegment) + v.j % kSegment,
          without_marks(x[k]));
   }
 }
 
-// Of an own row: the sum over ranks, in rank order, sent, rounded, to the others. False if a
-// peer's part didn't come in time.
+// Of an own row: the sum over ranks, in rank order; if `sends`, it goes, rounded, to the others.
+// False if a peer's part didn't come in time.
 DEVICE bool reduce(const Params& p, const Words& own, u32 slot, u32 segment, u32 column,
-                   float (&sum)[kElements]) {
+                   bool sends, float (&sum)[kElements]) {
   const Words* mine = scatter_place(p, p.rank, p.rank == 0 ? 1 : 0, slot, segment) + column;
   const u64 stride = static_cast<u64>(p.segments) * kSegment;  // from source to source
 #pragma unroll
@@ -151,7 +126,7 @@ DEVICE bool reduce(const Params& p, const Words& own, u32 slot, u32 segment, u32
       const Look found = look(p, patience, p.timeout);
       if (found == kGoOn) continue;
       if (found == kLate) {
-        send_to_all(p, segment, column, all_words(kFailed | missing));
+        if (sends) send_to_all(p, segment, column, all_words(kFailed | missing));
         report_missing(p, missing);
       }
       return false;
@@ -165,7 +140,7 @@ DEVICE bool reduce(const Params& p, const Words& own, u32 slot, u32 segment, u32
       for (int k = 0; k < kElements; ++k) sum[k] = sum[k] + v[k];
     }
   }
-  send_to_all(p, segment, column, without_marks(narrow_words(sum)));
+  if (sends) send_to_all(p, segment, column, without_marks(narrow_words(sum)));
   return true;
 }
 
@@ -233,49 +208,46 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_two_shot(const Params p) {
 
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        const int j = vector_of(spread, k);
-        if (j >= p.vectors) continue;
-        const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-        const int left = p.hidden - j * kElements;
-        State* const state = &p.state[owner * p.segments + first + j / kSegment];
-        if (own || j % kSegment == 0) slot[k] = load(&state->slot);
-        if (own) x[k] = read_words(p.x, at, left);
-        read_inputs(p, inputs, k, j, at, left);
-        if (j % kSegment == 0) was_busy |= exchange(&state->busy, 1);
+        if (!warp_has(p, spread, k)) continue;
+        const Vector v = vector_of(p, spread, row, k);
+        State* const state = &p.state[owner * p.segments + first + v.j / kSegment];
+        const bool begins = v.inside && v.j % kSegment == 0;
+        if (own || begins) slot[k] = load(&state->slot);
+        if (own) x[k] = read_words(p.x, v.at, v.left);
+        read_inputs(p, inputs, k, v);
+        if (begins) was_busy |= exchange(&state->busy, 1);
       }
 
       float h[kVectors][kElements];
       float squares[kVectors];
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        const int j = vector_of(spread, k);
         squares[k] = 0.0f;
-        if (j >= p.vectors) continue;
-        const u64 at = static_cast<u64>(row) * p.hidden + static_cast<u64>(j) * kElements;
-        const int left = p.hidden - j * kElements;
-        const u32 segment = first + j / kSegment;
+        if (!warp_has(p, spread, k)) continue;
+        const Vector v = vector_of(p, spread, row, k);
+        const u32 segment = first + v.j / kSegment, column = v.j % kSegment;
         bool good = !broken;
-        if (good && own) good = reduce(p, x[k], slot[k], segment, j % kSegment, h[k]);
-        else if (good) good = receive(p, owner, segment, j % kSegment, h[k]);
+        if (good && own) good = reduce(p, x[k], slot[k], segment, column, v.inside, h[k]);
+        else if (good) good = receive(p, owner, segment, column, h[k]);
         if (!good) fill_with_nan(h[k]);
-        squares[k] = add_steps(p, inputs, k, at, left, scale, h[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-        const int j = vector_of(spread, k);
-        if (!broken && j < p.vectors)
-          wipe(p, own, owner, slot[k], first + j / kSegment, j % kSegment);
+        squares[k] = add_steps(p, inputs, k, v, scale, h[k]);
       }
       const float total = add_up(p, spread, meeting, squares, --to_do == 0);
+      // Not before the meeting: threads beyond the row's end have polled what its last one wipes.
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        const Vector v = vector_of(p, spread, row, k);
+        if (!broken && v.inside)
+          wipe(p, own, owner, slot[k], first + v.j / kSegment, v.j % kSegment);
+      }
       normalise(p, spread, inputs, row, total, h);
 
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        const int j = vector_of(spread, k);
-        if (j >= p.vectors || j % kSegment != 0) continue;
+        const Vector v = vector_of(p, spread, row, k);
+        if (!v.inside || v.j % kSegment != 0) continue;
         if (was_busy) report(p, kOverlap);
-        *reinterpret_cast<Words*>(&p.state[owner * p.segments + first + j / kSegment]) =
-            Words{{slot[k] ^ 1u, 0, 0, 0}};
+        p.state[owner * p.segments + first + v.j / kSegment] = State{slot[k] ^ 1u, 0};
       }
     }
   }

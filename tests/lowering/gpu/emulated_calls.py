@@ -64,6 +64,19 @@ def arguments_of(form: int, tokens: int, size: int, choice: random.Random) -> li
     ]
 
 
+def calls_with_marks(size: int) -> list[Arguments]:
+    """One call as each rank makes it, with what marks an empty place among its values."""
+    own = arguments_of(1, 3, size, random.Random(8))
+    marks = torch.tensor([-1, -2, -0x8000, 0x7FFF, -0x7F, 0], dtype=torch.int16)
+    for rank, call in enumerate(own):
+        bits = call.x.view(torch.int16)
+        row = (rank + 1) % 3  # of two-shot: another rank's
+        bits[row, 3 : 3 + 2 * len(marks)] = marks.repeat_interleave(2)
+        bits[row, 32:48] = -1
+        bits[2, rank::7] = -1
+    return own
+
+
 def wrong(given: Results, call: Arguments, expected: Results) -> list[str]:
     """Which results aren't what the contract says."""
     norm = 8 if given.norm.dtype == FP32 else 1

@@ -25,8 +25,8 @@ FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared")
 MULTIPROCESSORS = 16
 #: Clusters that fit at once; more rows than that make a cluster take several.
 CLUSTERS_AT_ONCE = 2
-#: Segments of one-shot's ring, for 2-byte elements, and of two-shot's for each owner; a call
-#: with more is several launches.
+#: Segments of one-shot's ring, and of two-shot's for each owner; a call with more is several
+#: launches.
 SEGMENTS = 8
 OWNER_SEGMENTS = 2
 #: From a source file's name and text to the text to compile.
@@ -39,10 +39,14 @@ def variant_for(arguments: Arguments, algorithm: str = "one-shot") -> Variant:
     return variant_of(arguments, shape, algorithm)
 
 
-def build(
+def write_variants(
     folder: Path, variants: Sequence[Variant], mutate: Mutation | None = None
-) -> ctypes.CDLL:
-    """Compile the kernels' sources, or mutants of them, once for each variant."""
+) -> None:
+    """Write the kernels' sources, or mutants of them, and `variants.inc`.
+
+    That includes the sources once for each variant, in the namespaces v0, v1, ..., each with a
+    function `entry` that takes the address of the parameters.
+    """
     for name, text in gpu_build.sources().items():
         (folder / name).write_text(mutate(name, text) if mutate else text)
     lines = []
@@ -59,9 +63,17 @@ def build(
             "}",
         ]
         lines += [f"#undef {name.upper()}" for name in defined]
-    names = ", ".join(f"v{number}::entry" for number in range(len(variants)))
-    lines.append(f"static void (*const kernels[])(const void*) = {{{names}}};")
     (folder / "variants.inc").write_text("\n".join(lines))
+
+
+def build(
+    folder: Path, variants: Sequence[Variant], mutate: Mutation | None = None
+) -> ctypes.CDLL:
+    """Compile the kernels' sources, or mutants of them, once for each variant."""
+    write_variants(folder, variants, mutate)
+    names = ", ".join(f"v{number}::entry" for number in range(len(variants)))
+    with (folder / "variants.inc").open("a") as file:
+        file.write(f"\nstatic void (*const kernels[])(const void*) = {{{names}}};\n")
     target = folder / "emulator.so"
     command = [compiler(), *FLAGS, f"-I{folder}", f"-I{HERE}"]
     done = subprocess.run(
@@ -208,8 +220,8 @@ def emulated(
 def small_ring() -> Iterator[None]:
     """Rings of few segments, so that small calls stream through them in chunks."""
 
-    def segments(world_size: int, element_size: int) -> int:
-        return SEGMENTS if element_size == 2 else SEGMENTS // 2
+    def segments(world_size: int) -> int:
+        return SEGMENTS
 
     def owner_segments(world_size: int) -> int:
         return OWNER_SEGMENTS if world_size > 2 else 0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from emulated_calls import FORMS, Built, arguments_of, wrong
+from emulated_calls import FORMS, Built, arguments_of, calls_with_marks, wrong
 from emulated_ranks import MULTIPROCESSORS
 
 from fx_fusion.lowering import gpu_layout
@@ -106,12 +106,7 @@ def test_one_shot_two_shot_and_the_local_kernel_give_the_same_bits(
 
 def test_what_marks_an_empty_place_can_be_sent(three: Built) -> None:
     """NaNs of all payloads and zeros of both signs; none is waited for for ever."""
-    own = arguments_of(1, 3, 3, random.Random(8))
-    marks = torch.tensor([-1, -2, -0x8000, 0x7FFF, -0x7F, 0], dtype=torch.int16)
-    for rank, call in enumerate(own):
-        bits = call.x.view(torch.int16)
-        bits[rank, 3 : 3 + 2 * len(marks)] = marks.repeat_interleave(2)
-        bits[2, rank::7] = -1
+    own = calls_with_marks(3)
     expected = rank_order_reference([arguments.x for arguments in own], own[0])
     with three.ranks() as ranks:
         for algorithm in ("one-shot", "two-shot") * 2:

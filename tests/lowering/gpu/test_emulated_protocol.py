@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from emulated_calls import Built, arguments_of
+from emulated_calls import Built, arguments_of, calls_with_marks
 from emulated_ranks import Ranks
 
 from fx_fusion.errors import PeerTimeoutError
@@ -49,8 +49,8 @@ def test_an_absent_rank_ends_the_wait_with_nan_and_an_error(
 def test_two_calls_at_work_on_one_segment_are_an_error(three: Built, algorithm: str) -> None:
     choice = random.Random(6)
     with three.ranks() as ranks:
-        states = gpu_layout.layout(3).region(algorithm, 2).state
-        ranks.memories[0][states + 8] = 1  # as another launch would leave it while it runs
+        states = gpu_layout.layout(3).region(algorithm).state
+        ranks.memories[0][states + 4] = 1  # as another launch would leave it while it runs
         for rank, arguments in enumerate(arguments_of(1, 2, 3, choice)):
             ranks.call(rank, arguments, algorithm)
         assert ranks.run() == 0
@@ -58,40 +58,24 @@ def test_two_calls_at_work_on_one_segment_are_an_error(three: Built, algorithm: 
             ranks.workspaces[0].check()
 
 
+ONE_WORD = ("k < 4; ++k) found |=", "k < 1; ++k) found |=")
 #: Each breaks a rule of the protocol, by algorithm: what to replace, by what.
 MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "one-shot": {
-        "no wipe": [("column < extent;", "column < 0;")],
-        "wipe as wide as this use": [
-            ("column < extent;", "column < extent && column < width;")
-        ],
-        "two slots": [
-            ("slot == 0 ? 2 : slot - 1", "1 - slot"),
-            ("slot == 2 ? 0 : slot + 1", "1 - slot"),
-        ],
-        "one word polled": [
-            (
-                "for (int k = 0; k < 4; ++k) {\n    if constexpr (X_DTYPE == kFloat32) {\n      found",
-                "for (int k = 0; k < 1; ++k) {\n    if constexpr (X_DTYPE == kFloat32) {\n      found",
-            )
-        ],
+        "no wipe": [("if (!broken && v.inside)", "if (false)")],
+        "one slot": [("slot[k] ^ 1u", "0u")],
+        "one word polled": [ONE_WORD],
         "inputs read before the wait": [("  wait_for_predecessor();\n", "")],
         "stride of the call's rows": [
-            (
-                "* p.segments + segment",
-                "* static_cast<u32>(p.rows * p.row_segments) + segment",
-            ),
+            ("* p.segments + segment", "* static_cast<u32>(p.rows * p.row_segments) + segment"),
             (
                 "static_cast<u64>(p.segments) * kSegment",
                 "static_cast<u64>(p.rows * p.row_segments) * kSegment",
             ),
         ],
-        "negative zero sent": [
-            ("const Words v = without_empty(x[k]);", "const Words v = x[k];")
-        ],
     },
     "two-shot": {
-        "no wipe": [("if (!broken && j < p.vectors)", "if (false)")],
+        "no wipe": [("if (!broken && v.inside)", "if (false)")],
         "parts not wiped": [
             (
                 "push(scatter_place(p, p.rank, source",
@@ -102,7 +86,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("push(gather_place(p, p.rank, owner, segment) + column, nothing);", ";")
         ],
         "one slot": [("slot[k] ^ 1u", "0u")],
-        "one word polled": [("k < 4; ++k) found |=", "k < 1; ++k) found |=")],
+        "one word polled": [ONE_WORD],
         "inputs read before the wait": [("  wait_for_predecessor();\n", "")],
         "stride of the call's rows": [
             (
@@ -131,16 +115,31 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
 def test_the_tests_see_what_breaks_the_protocol(
     algorithm: str, name: str, tmp_path: Path
 ) -> None:
-    file = gpu_build.KERNELS[algorithm].source
-    changes = MUTANTS[algorithm][name]
+    files = (gpu_build.KERNELS[algorithm].source, "gpu_exchange.h")
+    changes, made = MUTANTS[algorithm][name], set()
 
-    def mutate(given: str, source: str) -> str:
-        if given == file:
-            for old, new in changes:
-                assert old in source
-                source = source.replace(old, new)
+    def mutate(file: str, source: str) -> str:
+        for change in changes if file in files else ():
+            if change[0] in source:
+                made.add(change)
+                source = source.replace(*change)
         return source
 
     mutant = Built(tmp_path, 3, {algorithm: 2}, mutate)
+    assert made == set(changes)
     with mock.patch.object(Ranks, "most_steps", 5_000_000):
         assert any(mutant.failures(seed, 24) for seed in range(4))
+
+
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+def test_a_mark_that_is_sent_would_be_waited_for_for_ever(
+    algorithm: str, tmp_path: Path
+) -> None:
+    def mutate(_: str, source: str) -> str:
+        return source.replace("if (v.w[k] >= kFailed)", "if (false)")
+
+    mutant = Built(tmp_path, 3, {algorithm: 2}, mutate)
+    with mock.patch.object(Ranks, "most_steps", 1_000_000), mutant.ranks() as ranks:
+        for rank, call in enumerate(calls_with_marks(3)):
+            ranks.call(rank, call, algorithm)
+        assert ranks.run() != 0

@@ -166,7 +166,7 @@ def _row(
 ) -> Row:
     slowest = [max(step) for step in zip(*(rank.step for rank in ranks), strict=True)]
     host = [max(step) for step in zip(*(rank.host for rank in ranks), strict=True)]
-    low, median, high = statistics.quantiles(slowest, n=4)
+    low, median, high = statistics.quantiles(slowest, n=4, method="inclusive")
     return Row(
         shape=shape,
         candidate=name,

@@ -119,12 +119,15 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> TritonWorkspace:
             refusal = refusal or f"{sharers} ranks share a GPU ({_OVERLAPPING}=1 allows it)"
         if refusal:
             return TritonWorkspace(group, device, refusal)
+        share = max(1, agreement.smallest("multiprocessors") // sharers)
         workspace = TritonWorkspace(
             group,
             device,
             arch=facts["arch"],
-            multiprocessors=max(1, agreement.smallest("multiprocessors") // sharers),
+            multiprocessors=share,
             sharers=sharers,
+            # other kernels of ranks that share a GPU must find a place beside those that wait
+            block_limit=max(8, share // 2) if sharers > 1 else 0,
             timeout_nanoseconds=int(_timeout_seconds(group, device) * 1e9),
             machine=triton_build.machine_of(facts["arch"]),
         )

@@ -23,6 +23,7 @@ enum Cause : u32 { kPeerTimeout = 1, kOverlap = 2 };
 struct alignas(16) State {
   u32 slot;  // of the next use
   u32 busy;  // a launch is at work on it
+  u32 unused[2];
 };
 
 struct Params {

@@ -247,7 +247,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_two_shot(const Params p) {
         const Vector v = vector_of(p, spread, row, k);
         if (!v.inside || v.j % kSegment != 0) continue;
         if (was_busy) report(p, kOverlap);
-        p.state[owner * p.segments + first + v.j / kSegment] = State{slot[k] ^ 1u, 0};
+        p.state[owner * p.segments + first + v.j / kSegment] = State{slot[k] ^ 1u, 0, {0, 0}};
       }
     }
   }

@@ -18,6 +18,7 @@ def prepare(
     hidden_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
+    block_limit: int | None = None,
 ) -> bool:
     """Make what the fused op shares among the ranks of a group, ahead of its first call.
 
@@ -31,6 +32,9 @@ def prepare(
         hidden_size: Elements of a row.
         dtype: Of the all-reduced tensor and of the residual.
         device: Where the model is; None for the current GPU if there is one, else the CPU.
+        block_limit: Blocks of a launch at most, the same on all ranks; 0 for as many as fit,
+            None leaves it as it is. For ranks that share a GPU: their waiting blocks have to
+            leave multiprocessors to the other kernels that the waiting depends on.
 
     Returns:
         True if calls of this group will run on a kernel of ours, False if on the unfused path;
@@ -51,10 +55,14 @@ def prepare(
     workspace = gpu_workspace(made, where)
     if workspace.lacks_compiler:
         return _prepare_triton(made, where, hidden_size, dtype)
+    if workspace.usable and block_limit is not None:
+        workspace.block_limit = block_limit
+        workspace.launchers.clear()
     if workspace.usable and hidden_size is not None and max_tokens is not None:
-        from fx_fusion.lowering.gpu_kernel import load_usual_variants
+        from fx_fusion.lowering import gpu_kernel, gpu_local
 
-        load_usual_variants(workspace, max_tokens, hidden_size, dtype)
+        gpu_kernel.load_usual_variants(workspace, max_tokens, hidden_size, dtype)
+        gpu_local.load_usual_variants(workspace, max_tokens, hidden_size, dtype)
     if workspace.usable:
         torch.cuda.synchronize(where)
         dist.barrier(made)

@@ -161,7 +161,11 @@ def _cell(
     if job.device == "cuda":
         _take_memory(device)
         ready = job.kernel != "unfused" and fx_fusion.prepare(
-            group, max_tokens=tokens, hidden_size=shape.hidden_size, dtype=dtype
+            group,
+            max_tokens=tokens,
+            hidden_size=shape.hidden_size,
+            dtype=dtype,
+            block_limit=_block_limit(group.size()),
         )
         if job.kernel == "fx_fusion" and not ready:
             raise RuntimeError(
@@ -191,6 +195,14 @@ def _compiled_names(job: Job, group: dist.ProcessGroup) -> list[str]:
     """The candidates that are compiled; NCCL's own all_reduce only where it can run."""
     with_nccl = job.device == "cuda" and "nccl" in str(cast(Any, dist).get_backend(group))
     return [INDUCTOR, *([NCCL] if with_nccl else []), FUSED]
+
+
+def _block_limit(world_size: int) -> int:
+    """Blocks of our kernel at most: no limit where each rank has a GPU, else such that half of the
+    multiprocessors hold none that waits, for the GEMMs that the waiting depends on."""
+    gpus = torch.cuda.device_count()
+    multiprocessors = int(torch.cuda.get_device_properties().multi_processor_count)
+    return 0 if gpus >= world_size else max(8, multiprocessors * gpus // (2 * world_size))
 
 
 def _take_memory(device: torch.device) -> None:

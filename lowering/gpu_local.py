@@ -26,6 +26,7 @@ from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
 from fx_fusion.lowering.gpu_layout import Geometry, row_segments, vectors_of
 from fx_fusion.lowering.gpu_select import gpu_takes_local
 from fx_fusion.lowering.gpu_variant import spread_of, variant_of
+from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 from fx_fusion.lowering.runtime_compiler import BuildError
 from fx_fusion.lowering.select import kernel_of
 
@@ -147,6 +148,19 @@ def _launcher(arguments: Arguments, rows: int, machine: Machine) -> LocalLaunche
             machine.launchers[key] = None
             log.warning("fx_fusion: add and norm run on torch's own kernels: %s", error)
     return machine.launchers[key]
+
+
+def load_usual_variants(
+    workspace: GpuWorkspace, max_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Compile and load what the common sites need; see `gpu_kernel.load_usual_variants`."""
+    machine = machine_of(workspace.device.index)
+    if machine is None or not gpu_takes_local("auto", machine.arch, hidden_size):
+        return
+    for arguments in gpu_kernel.usual_sites(workspace, hidden_size, dtype):
+        for rows in range(1, min(max_tokens, machine.multiprocessors) + 1):
+            _launcher(arguments, rows, machine)
+        _launcher(arguments, max_tokens, machine)
 
 
 @functools.cache

@@ -41,8 +41,6 @@ DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 UNFUSED_PATH: Final = "the unfused path"
 #: Lets ranks share a GPU, for tests.
 _OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-#: Sets `GpuWorkspace.block_limit` where ranks share a GPU.
-_BLOCK_LIMIT: Final = "FX_FUSION_BLOCK_LIMIT"
 #: `Cause` of the kernel.
 _TIMED_OUT: Final = 1
 _HOST_WORDS: Final = 1 + MAX_WORLD_SIZE
@@ -64,8 +62,8 @@ class GpuWorkspace:
         multiprocessors: Those a rank may fill: the least of all ranks', divided by the ranks
             that share the GPU.
         sharers: The most ranks that share a GPU.
-        block_limit: Blocks of a launch at most, 0 for as many as fit; FX_FUSION_BLOCK_LIMIT in
-            the environment. For tests in which ranks share a GPU with each other and with other kernels: a multiprocessor that holds a
+        block_limit: Blocks of a launch at most, 0 for as many as fit. For tests in which ranks
+            share a GPU with each other and with other kernels: a multiprocessor that holds a
             waiting block keeps its split of shared memory, with which a kernel that the waiting
             depends on may not fit, so some have to stay free.
         addresses: Of every rank's memory as mapped here, in rank order.
@@ -242,7 +240,6 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
         arch=facts["arch"],
         multiprocessors=agreement.smallest("multiprocessors") // sharers,
         sharers=sharers,
-        block_limit=int(os.environ.get(_BLOCK_LIMIT, "0")) if sharers > 1 else 0,
         timeout_nanoseconds=int(_timeout_seconds(group, device) * 1e9),
     )
     cause = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -172,3 +173,30 @@ class TestRuns:
         self.fail(monkeypatch, 0)
         with pytest.raises(SpawnError, match="did not finish"):
             kernel_runs.measured_runs(self.JOB, 2, 10, 0)
+
+
+def test_a_daemon_is_started_on_the_chosen_gpu_and_ended_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    control = tmp_path / kernel_runs.MPS_CONTROL
+    control.write_text(
+        f'#!/bin/sh\n[ "$1" = -d ] || read -r word\n'
+        f'echo "$1 $word $CUDA_VISIBLE_DEVICES ${{CUDA_MPS_PIPE_DIRECTORY:+set}}" >> {log}\n'
+    )
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with kernel_runs.mps_daemon():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # as the daemon's clients count
+    started, ended = log.read_text().splitlines()
+    assert started.split() == ["-d", "3", "set"]
+    assert ended.split() == ["quit", "0", "set"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert kernel_runs.daemon_cause(2, 2) == ""
+    assert "a GPU of its own" in kernel_runs.daemon_cause(2, 1)
+    monkeypatch.setenv("PATH", "")
+    assert "is not installed" in kernel_runs.daemon_cause(2, 2)

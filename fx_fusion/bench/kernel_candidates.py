@@ -34,6 +34,8 @@ FORCED: Final = {
 #: then our kernel for add and norm: name and setting.
 PLANNED: Final = {"fx_fusion auto": "auto", "fx_fusion unfused": "unfused"}
 OWN_ALL_REDUCE: Final = "own all_reduce"
+#: Those that would silently be something else where our kernels can't run.
+OWN_KERNELS: Final = (OURS, *FORCED, OWN_ALL_REDUCE)
 #: torch's all_reduces over symmetric memory: name, and what makes it from memory and group name.
 SYMMETRIC: Final[dict[str, Callable[[torch.Tensor, str], Reduce]]] = {
     "unfused copy": steps.copied_one_shot,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fx_fusion import prepare
 from fx_fusion.bench.common import count_cell
-from fx_fusion.bench.kernel_candidates import Candidates, agreed, attempt
+from fx_fusion.bench.kernel_candidates import OWN_KERNELS, Candidates, agreed, attempt
 from fx_fusion.bench.kernel_graphs import (
     ALONE,
     COLD,
@@ -107,8 +107,12 @@ class Meter:
             tokens, hidden_size, dtype, self.group.rank(), self.group.size(), "cuda"
         )
         self._compile_norm(inputs.x[0], inputs.residual, inputs.weight)
-        prepare(self.group, max_tokens=tokens, hidden_size=hidden_size, dtype=dtype)
+        usable = prepare(self.group, max_tokens=tokens, hidden_size=hidden_size, dtype=dtype)
         candidates = dict(known.at(tokens, hidden_size))
+        if not usable:  # the same on every rank
+            for name in set(OWN_KERNELS) & set(candidates):
+                causes[name] = "our kernels can't run here, as a warning of fx_fusion says"
+                del candidates[name]
         graphs = self._captured(candidates, inputs, None, causes)
         # Only now does anything wait for a peer: ranks that share a GPU can neither load a
         # kernel nor take memory while the kernel of another waits for them.

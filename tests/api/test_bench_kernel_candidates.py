@@ -208,7 +208,9 @@ def test_a_sum_rounded_at_each_addition_passes_and_a_slightly_wrong_norm_does_no
 def test_a_candidate_that_one_rank_cannot_capture_is_left_out_on_all() -> None:
     causes = dict.fromkeys(flashinfer.VARIANTS, "it isn't installed")
     names = [name for name in NAMES if name not in FORCED]  # those are of GPUs
-    given = Job([(1, 64), (8, 64)], "bfloat16", 7, names, causes | {"raise on rank 1": ""})
+    given = Job(
+        [(1, 64), (8, 64), (16, 64)], "bfloat16", 7, names, causes | {"raise on rank 1": ""}
+    )
     runs = spawn(job, 2, timeout=90, args=(given,))
     assert runs[1] == []
     cells = [cell for measured in runs[0] for cell in cells_of(measured, "bfloat16", 2)]
@@ -220,3 +222,5 @@ def test_a_candidate_that_one_rank_cannot_capture_is_left_out_on_all() -> None:
     assert found["flashinfer two-shot", 8].cause == "it isn't installed"
     assert found["own all_reduce", 8].median >= 0
     assert "NCCL" in found["nccl", 8].cause
+    for name in ("fx_fusion", "own all_reduce"):  # where prepare() says that they can't run
+        assert "can't run here" in found[name, 16].cause

@@ -58,8 +58,8 @@ struct Call {
 };
 
 struct Rank {
-  std::vector<u32> one_shot[2], two_shot;  // for 2 and for 4 bytes
-  std::vector<State> states[3];
+  std::vector<u32> one_shot, two_shot;
+  std::vector<State> one_shot_states, two_shot_states;
   u32 control = 0, host[17] = {};
 };
 
@@ -101,7 +101,6 @@ static Params params_of(const Call& call, std::vector<Rank>& ranks, int rank, in
   const Variant& variant = *call.variant;
   const size_t from = static_cast<size_t>(first) * call.hidden * call.width;
   const auto at = [from](const Array& array) { return const_cast<char*>(array.data()) + from; };
-  const int wide = call.width == 4;
   Params p{};
   p.x = at(call.x[rank]);
   p.residual = at(call.residual[rank]);
@@ -120,14 +119,13 @@ static Params params_of(const Call& call, std::vector<Rank>& ranks, int rank, in
   p.inverse_hidden = static_cast<float>(1.0 / call.hidden);
   p.rank = rank;
   p.segments = variant.two_shot ? kOwnerSegments : kSegments;
-  p.timeout = 20'000'000'000ull;
-  p.state = reinterpret_cast<decltype(p.state)>(
-      ranks[rank].states[variant.two_shot ? 2 : wide].data());
+  p.timeout = threads::mutant ? 1'000'000'000ull : 60'000'000'000ull;
+  p.state = (variant.two_shot ? ranks[rank].two_shot_states : ranks[rank].one_shot_states).data();
   p.control = &ranks[rank].control;
   p.host = ranks[rank].host;
   for (size_t r = 0; r < ranks.size(); ++r)
-    p.buffers[r] = reinterpret_cast<char*>(
-        variant.two_shot ? ranks[r].two_shot.data() : ranks[r].one_shot[wide].data());
+    p.buffers[r] =
+        reinterpret_cast<char*>((variant.two_shot ? ranks[r].two_shot : ranks[r].one_shot).data());
   return p;
 }
 
@@ -206,13 +204,11 @@ int main(int argc, char** argv) {
   for (int i = 0; i < count; ++i) calls.push_back(draw(world, random));
   std::vector<Rank> ranks(world);
   for (Rank& rank : ranks) {
-    const size_t places = 3 * (world - 1) * kSegmentWords;
-    rank.one_shot[0].assign(places * kSegments, 0x80008000u);
-    rank.one_shot[1].assign(places * kSegments, 0x80000000u);
-    rank.two_shot.assign(places * kOwnerSegments, 0xffffffffu);
-    rank.states[0].resize(kSegments);
-    rank.states[1].resize(kSegments);
-    rank.states[2].resize(kOwnerSegments * world);
+    const size_t peers = world - 1;
+    rank.one_shot.assign(2 * peers * kSegments * kSegmentWords, 0xffffffffu);
+    rank.two_shot.assign(3 * peers * kOwnerSegments * kSegmentWords, 0xffffffffu);
+    rank.one_shot_states.resize(kSegments);
+    rank.two_shot_states.resize(kOwnerSegments * world);
   }
   std::vector<std::unique_ptr<std::barrier<>>> ends;
   std::vector<std::thread> running;

@@ -189,33 +189,32 @@ def _row(
     )
 
 
-def ratio(row: Row, rows: Sequence[Row]) -> float:
-    """How often faster fx_fusion's step is than this one, both in a CUDA graph or both not."""
+def ours_beside(row: Row, rows: Sequence[Row]) -> Row:
+    """fx_fusion's row of the same cell, in a CUDA graph if the other one is."""
     name = FUSED + GRAPH if row.candidate.endswith(GRAPH) else FUSED
-    ours = [
-        other.median
+    return next(
+        other
         for other in rows
         if (other.candidate, other.shape, other.tokens) == (name, row.shape, row.tokens)
-    ]
-    return row.median / ours[0]
+    )
 
 
 def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """One line for each candidate at each shape and number of tokens."""
     lines = []
     for row in rows:
-        ours = row.candidate.startswith(FUSED)
+        is_ours, ours = row.candidate.startswith(FUSED), ours_beside(row, rows)
         lines.append(
             (
                 row.shape,
                 str(row.tokens),
                 row.candidate,
                 f"{row.median:.1f} ({row.low:.1f}-{row.high:.1f})",
-                "" if ours else f"{ratio(row, rows):.2f}x",
-                f"{row.host:.1f}",
+                "" if is_ours else f"{row.median / ours.median:.2f}x",
+                f"{row.host:.0f}" + ("" if is_ours else f" {row.host / ours.host:.2f}x"),
                 f"{row.compile_seconds:.1f}" if row.compile_seconds else "",
                 f"{row.peak_mib:.1f}",
-                f"{row.fused_sites}/{row.sites}" if ours else "",
+                f"{row.fused_sites}/{row.sites}" if is_ours else "",
                 f"{row.difference:.1e}",
             )
         )

@@ -33,10 +33,19 @@ _NAMES: Final = {
     "pass_seconds": "the pass of fx_fusion",
     "compile_seconds": "the whole compilation",
 }
+#: What the name of a candidate of a decode step ends with where a CUDA graph was replayed.
+_GRAPH: Final = " graph"
+_DECODE_NAMES: Final = {
+    "fx_fusion graph": "fx_fusion",
+    "inductor graph": "Inductor's own one-shot",
+    "nccl graph": "Inductor over NCCL",
+    "inductor": "Inductor",
+}
 #: The columns by which a file without the column `bench` is known.
 _KNOWN_BY: Final = {
     "cpu": ("tokens", "hidden", "fused", "inductor", "eager", "transport", "speed_up"),
     "cpu-step": ("tokens", "hidden_size", "layers", "eager", "inductor", "fx_fusion"),
+    "decode": ("shape", "candidate", "tokens", "layers", "median", "low", "high"),
     "kernels": ("candidate", "tokens", "hidden_size", "median", "low", "high"),
     "pass-cost": ("layers", "pass_seconds", "compile_seconds", "share"),
 }
@@ -198,6 +207,44 @@ def _cpu_step(rows: Sequence[_Row]) -> Picture:
     )
 
 
+def _over(ours: Line, others: Iterable[Line]) -> tuple[Line, ...]:
+    """How often slower than ours each other line is, where both were measured."""
+    own = dict(zip(ours.x, ours.y, strict=True))
+    ratios = []
+    for line in others:
+        shared = [(x, y / own[x]) for x, y in zip(line.x, line.y, strict=True) if x in own]
+        xs, ys = tuple(x for x, _ in shared), tuple(y for _, y in shared)
+        ratios.append(Line(f"{line.name} / {ours.name}", xs, ys))
+    return tuple(ratios)
+
+
+def _decode(rows: Sequence[_Row]) -> Picture:
+    in_graphs = any(row["candidate"].endswith(_GRAPH) for row in rows)
+    chosen = [row for row in rows if row["candidate"].endswith(_GRAPH) or not in_graphs]
+    panels = []
+    for (shape, world_size, dtype, layers), cells in _grouped(
+        chosen, "shape", "world_size", "dtype", "layers"
+    ).items():
+        lines = {
+            name: _line(group, _DECODE_NAMES.get(name, name), "tokens", "median", "low", "high")
+            for (name,), group in _grouped(cells, "candidate").items()
+        }
+        ours = lines.pop("fx_fusion" + _GRAPH * in_graphs, None)
+        if ours is None:
+            raise ValueError("no row of the candidate fx_fusion")
+        title = f"{shape}, {layers} layers, {dtype}, {world_size} ranks"
+        panels.append(Panel(title, (ours, *lines.values()), _over(ours, lines.values())))
+    return Picture(
+        "decode",
+        f"A decode step{', in CUDA graphs' * in_graphs}",
+        "tokens",
+        "microseconds a step",
+        "times faster",
+        tuple(panels),
+        _caption(rows),
+    )
+
+
 def _kernels(rows: Sequence[_Row]) -> Picture:
     panels = []
     measured = [
@@ -222,14 +269,9 @@ def _kernels(rows: Sequence[_Row]) -> Picture:
         if "fx_fusion" not in lines:
             raise ValueError("no row of the candidate fx_fusion")
         ours = lines.pop("fx_fusion")
-        own = dict(zip(ours.x, ours.y, strict=True))
-        ratios = []
-        for name, line in lines.items():
-            shared = [(x, y / own[x]) for x, y in zip(line.x, line.y, strict=True) if x in own]
-            xs, ys = tuple(x for x, _ in shared), tuple(y for _, y in shared)
-            ratios.append(Line(f"{name} / fx_fusion", xs, ys))
+        ratios = _over(ours, lines.values())
         title = f"hidden size {hidden}, {dtype}, {world_size} ranks"
-        panels.append(Panel(title, (ours, *lines.values()), tuple(ratios)))
+        panels.append(Panel(title, (ours, *lines.values()), ratios))
     return Picture(
         "kernels",
         "all_reduce + residual add + RMSNorm on GPUs, in CUDA graphs",
@@ -262,6 +304,7 @@ def _pass_cost(rows: Sequence[_Row]) -> Picture:
 _PICTURES: Final = {
     "cpu": _cpu,
     "cpu-step": _cpu_step,
+    "decode": _decode,
     "kernels": _kernels,
     "pass-cost": _pass_cost,
 }

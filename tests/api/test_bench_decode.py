@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from fx_fusion.bench import common, decode
-from fx_fusion.bench.decode import BENCH, Row, ratio, table
+from fx_fusion.bench import common, decode, results
+from fx_fusion.bench.decode import BENCH, Row, ours_beside, table
 from fx_fusion.bench.decode_models import SHAPES
 from fx_fusion.bench.decode_rank import Job, Measured
 from fx_fusion.errors import SpawnError
@@ -68,11 +69,14 @@ def test_what_was_measured_before_a_failure_is_shown_with_it(
 
 
 def test_graphs_are_set_against_graphs_and_plain_steps_against_plain_steps() -> None:
-    assert [ratio(row, ROWS) for row in ROWS] == [2.0, 1.25, 1.0, 1.0]
+    beside = [ours_beside(row, ROWS).candidate for row in ROWS]
+    assert beside == ["fx_fusion", "fx_fusion graph", "fx_fusion", "fx_fusion graph"]
     shown = table(ROWS, options_of("--shapes", "gpt-oss-20b"))
     by_name = {line[2]: dict(zip(shown.header, line, strict=True)) for line in shown.lines}
     assert by_name["inductor graph"]["x"] == "1.25x"
     assert by_name["inductor graph"]["us a step"] == "150.0 (148.0-155.0)"
+    assert by_name["inductor"]["x"] == "2.00x"
+    assert by_name["inductor"]["host us"] == "580 2.00x"
     assert by_name["fx_fusion"]["fused"] == "8/8"
     assert by_name["fx_fusion"]["x"] == ""
 
@@ -90,3 +94,23 @@ def test_what_it_cannot_run_is_said_before_anything_is_measured(
     assert cause.startswith("--world-size 3 doesn't divide the 8 key-value heads")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "--device cpu runs without one" in decode.cannot(options_of())
+
+
+def test_its_csv_file_is_drawn_as_a_panel_for_each_shape(tmp_path: Path) -> None:
+    path = tmp_path / "decode.csv"
+    eight = [replace(row, tokens=8) for row in ROWS]
+    one = [replace(row, tokens=1, median=row.median / 2) for row in ROWS]
+    other = [replace(row, shape="llama-3-8b") for row in ROWS]
+    common.write_csv(path, [*eight, *one, *other], common.conditions(BENCH, "bench", []))
+    picture = results.read(path)
+    assert [panel.title.split(",")[0] for panel in picture.panels] == [
+        "gpt-oss-20b",
+        "llama-3-8b",
+    ]
+    first = picture.panels[0]
+    assert [line.name for line in first.times] == ["fx_fusion", "Inductor's own one-shot"]
+    assert list(first.times[0].x) == [1, 8]
+    assert list(first.times[0].y) == [60, 120]
+    assert [list(ratio.y) for ratio in first.ratios] == [[1.25, 1.25]]
+    common.write_csv(path, [ROWS[0], ROWS[2]], common.conditions(BENCH, "bench", []))
+    assert results.read(path).panels[0].ratios[0].y[0] == 2

@@ -55,8 +55,8 @@ def prepare(
     workspace = gpu_workspace(made, where)
     if workspace.lacks_compiler:
         return _prepare_triton(made, where, hidden_size, dtype)
-    if workspace.usable and block_limit is not None:
-        workspace.block_limit = block_limit
+    if workspace.usable and block_limit not in (None, workspace.block_limit):
+        workspace.block_limit = block_limit or 0
         workspace.launchers.clear()
     if workspace.usable and hidden_size is not None and max_tokens is not None:
         from fx_fusion.lowering import gpu_kernel, gpu_local

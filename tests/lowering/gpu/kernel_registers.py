@@ -151,11 +151,12 @@ def recorded() -> tuple[str, list[Line]]:
 
 def write() -> None:
     """Compile everything and write the table."""
+    found = lines(cases())
     with TABLE.open("w", newline="") as file:
         file.write(f"# NVRTC {NVRTC.version}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Line._fields)
-        writer.writerows(lines(cases()))
+        writer.writerows(found)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ fi
 # What is left is shared: a third for the tests, the rest for the benchmarks of each world size.
 left=$((deadline - SECONDS))
 step $((left / 3)) tests "$python" -m pytest -q -m gpu -k "$selected" \
-    tests/gpu tests/lowering/test_op_gpu.py tests/api/test_explain_gpu.py
+    tests/gpu/test_one_shot.py tests/gpu/test_hand_captured.py tests/lowering/test_op_gpu.py
 
 tokens=1,8,32
 ((${#worlds[@]} == 1)) || tokens=8

@@ -7,10 +7,12 @@ imported, so these must not run in the tests' own process, which compiles.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import random
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from op_support import BF16, FP16, FP32, arguments_for, ordered_bits
 
 from fx_fusion.errors import PeerTimeoutError
-from fx_fusion.lowering import triton_kernel, triton_layout
+from fx_fusion.lowering import triton_build, triton_kernel, triton_layout
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.reference import eager_lines, rank_order_reference
 from fx_fusion.lowering.triton_workspace import TritonWorkspace
@@ -37,6 +39,12 @@ FORMS: tuple[tuple[Any, ...], ...] = (
 )
 #: Operations of the interpreter that take a mask, as which of their arguments.
 MASKS = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
+#: Each breaks a rule of the protocol: what to replace, by what.
+MUTANTS = {
+    "no wait": ("tl.where(cause == 0, tl.sum(late.to(tl.int32)), 0)", "pending * 0"),
+    "any flag": ("seen != turn + 1", "seen == 0"),
+    "one turn": ("(turn + 1) & 3, mask", "turn & 0, mask"),
+}
 #: Polls after which a rank gives up, where the interpreter has no clock.
 PATIENCE = 100_000
 
@@ -211,11 +219,38 @@ def overlap(rank: int, size: int, folder: str) -> list[str]:
     return ["nothing was raised"]
 
 
+def mutant(rank: int, size: int, folder: str, name: str) -> list[str]:
+    """Calls on a kernel that breaks a rule of the protocol; what was wrong."""
+    source = Path(triton_build.kernels().__file__).read_text()
+    old, new = MUTANTS[name]
+    assert old in source
+    workspace = workspace_in(folder, rank, size, 65536)
+    path = Path(folder, f"mutant{rank}.py")
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"mutant_{rank}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    choice, failed = random.Random(5), list[str]()
+    with mock.patch.object(triton_build, "kernels", return_value=module):
+        for number in range(5):
+            own = calls_of(1, 1, size, choice)
+            if number % size == rank:  # work that makes this rank come late
+                torch.randn(20_000_000)
+            given = triton_kernel.enqueue(own[rank], workspace)
+            expected = rank_order_reference([call.x for call in own], own[0])
+            failed += wrong(given, own[rank], expected)
+    return failed
+
+
 def protocol(rank: int, size: int, folder: str, calls: int) -> dict[str, list[str]]:
     """The jobs that share a start of processes."""
     interpret()
     failed = {"mixed calls": mixed_calls(rank, size, f"{folder}/mixed", calls)}
-    if size > 2:
+    if size == 2:
+        failed |= {name: mutant(rank, size, f"{folder}/{name}", name) for name in MUTANTS}
+    else:
         failed["absent rank"] = absent_rank(rank, size, f"{folder}/absent")
         failed["overlap"] = overlap(rank, size, f"{folder}/overlap")
     return failed

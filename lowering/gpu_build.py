@@ -164,8 +164,3 @@ def sources() -> Mapping[str, str]:
 def source_hash() -> str:
     """Twelve hex digits over all sources and headers; ranks have to agree on it."""
     return hashlib.sha256("\0".join(sources().values()).encode()).hexdigest()[:12]
-
-
-def nvrtc_version() -> str:
-    """NVRTC's version, "13.0"."""
-    return NVRTC.version

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fx_fusion.lowering import cpu_build, gpu_build
-from fx_fusion.lowering.runtime_compiler import BuildError
+from fx_fusion.lowering import cpu_build
+from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, BuildError, RuntimeCompiler
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,18 @@ def cpu_kernel() -> Found:
 
 
 def nvrtc() -> Found:
-    """The run-time compiler of CUDA, which the GPU kernel is built with: its version."""
+    """The run-time compiler of CUDA, which the GPU kernels are built with: its version."""
+    return _version_of(NVRTC)
+
+
+def hiprtc() -> Found:
+    """The same of ROCm."""
+    return _version_of(HIPRTC)
+
+
+def _version_of(compiler: RuntimeCompiler) -> Found:
     try:
-        return Found(gpu_build.nvrtc_version())
+        return Found(compiler.version)
     except (BuildError, OSError, AttributeError) as error:
         return Found(cause=str(error))
 

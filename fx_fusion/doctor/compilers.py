@@ -48,7 +48,9 @@ def cpu_kernel() -> list[Check]:
 
 
 def nvrtc() -> list[Check]:
-    """CUDA's run-time compiler, for the GPU kernel."""
+    """The run-time compiler for the GPU kernels: CUDA's, or ROCm's in a ROCm build of torch."""
+    if torch.version.hip:
+        return _hiprtc()
     compiler = toolchain.nvrtc()
     if not compiler.cause:
         return [Check("NVRTC", "ok", compiler.what, shared=compiler.what)]
@@ -57,6 +59,15 @@ def nvrtc() -> list[Check]:
     major = torch.version.cuda.split(".")[0]
     remedy = f"pip install 'nvidia-cuda-nvrtc=={major}.*' (for CUDA 12 nvidia-cuda-nvrtc-cu12)."
     return [Check("NVRTC", "warn", compiler.cause, remedy, shared="none")]
+
+
+def _hiprtc() -> list[Check]:
+    compiler = toolchain.hiprtc()
+    if not compiler.cause:
+        return [Check("hipRTC", "ok", compiler.what, shared=compiler.what)]
+    remedy = "It comes with ROCm builds of torch and with ROCm; install torch anew."
+    status: Status = "warn" if gpu_count() else "ok"
+    return [Check("hipRTC", status, compiler.cause, remedy, shared="none")]
 
 
 def kernel_cache() -> list[Check]:

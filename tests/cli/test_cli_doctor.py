@@ -339,6 +339,18 @@ def test_a_machine_without_compiler_or_nvrtc_is_told_what_to_install(
     assert only(compilers.cpu_kernel()).status == "warn"
 
 
+def test_a_rocm_build_is_asked_for_hiprtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(compilers, "gpu_count", lambda: 1)
+    monkeypatch.setattr(toolchain, "hiprtc", lambda: Found("7.1"))
+    found = only(compilers.nvrtc())
+    assert (found.name, found.status, found.text) == ("hipRTC", "ok", "7.1")
+    monkeypatch.setattr(toolchain, "hiprtc", lambda: Found(cause="it can't be loaded"))
+    found = only(compilers.nvrtc())
+    assert (found.status, found.text) == ("warn", "it can't be loaded")
+    assert found.remedy
+
+
 def test_the_cache_is_counted_and_must_be_writable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

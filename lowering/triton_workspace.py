@@ -104,6 +104,23 @@ def triton_workspace(group: dist.ProcessGroup, device: torch.device) -> TritonWo
     return made
 
 
+def close(group: dist.ProcessGroup, device: torch.device, *, also_later: bool) -> None:
+    """Give up a group's workspace on a device, if it has one. Collective then.
+
+    Args:
+        group: The process group.
+        device: The GPU.
+        also_later: Calls would make one later on: they take the unfused path from now on.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    known = _workspaces.get((group.group_name, index))
+    if known is not None and known.group is group:
+        known.close()
+    elif also_later:
+        refused = TritonWorkspace(group, device, "the workspace was closed")
+        _workspaces[group.group_name, index] = refused
+
+
 def _make(group: dist.ProcessGroup, device: torch.device) -> TritonWorkspace:
     with torch.cuda.device(device):
         size = group.size()

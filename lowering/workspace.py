@@ -54,7 +54,7 @@ def prepare(
 
     workspace = gpu_workspace(made, where)
     if workspace.lacks_compiler:
-        return _prepare_triton(made, where, hidden_size, dtype)
+        return _prepare_triton(made, where, hidden_size, dtype, block_limit)
     if workspace.usable and block_limit not in (None, workspace.block_limit):
         workspace.block_limit = block_limit or 0
         workspace.launchers.clear()
@@ -70,7 +70,11 @@ def prepare(
 
 
 def _prepare_triton(
-    group: dist.ProcessGroup, device: torch.device, hidden_size: int | None, dtype: torch.dtype
+    group: dist.ProcessGroup,
+    device: torch.device,
+    hidden_size: int | None,
+    dtype: torch.dtype,
+    block_limit: int | None,
 ) -> bool:
     """The same for the kernel in Triton, which has one variant for any number of tokens."""
     from fx_fusion.lowering import triton_kernel
@@ -79,6 +83,8 @@ def _prepare_triton(
 
     workspace = triton_workspace(group, device)
     if workspace.usable:
+        if block_limit is not None:
+            workspace.block_limit = block_limit
         if hidden_size is not None:
             for arguments in usual_sites(workspace, hidden_size, dtype):
                 triton_kernel.load(arguments, workspace)
@@ -100,15 +106,12 @@ def close(
     made = _group(group)
     where = _device(device)
     if where.type == "cuda":
-        from fx_fusion.lowering import foreign
+        from fx_fusion.lowering import foreign, triton_workspace
         from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
         workspace = gpu_workspace(made, where)
         workspace.close()
-        if workspace.lacks_compiler:
-            from fx_fusion.lowering.triton_workspace import triton_workspace
-
-            triton_workspace(made, where).close()
+        triton_workspace.close(made, where, also_later=workspace.lacks_compiler)
         foreign.close(made)
     else:
         from fx_fusion.lowering.cpu_workspace import close_cpu_workspace

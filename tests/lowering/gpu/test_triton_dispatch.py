@@ -60,3 +60,17 @@ def test_it_is_not_taken_for_another_cause(
 ) -> None:
     first = GpuWorkspace(GROUP, DEVICE, refusal)
     assert not taken(monkeypatch, "fx_fusion", first, TritonWorkspace(GROUP, DEVICE))
+
+
+def test_a_closed_group_gets_no_memory_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        group_name = "closed"
+
+    group = cast(dist.ProcessGroup, Group())
+    monkeypatch.setattr(triton_workspace, "_workspaces", {})
+    triton_workspace.close(group, DEVICE, also_later=False)
+    assert triton_workspace._workspaces == {}
+    triton_workspace.close(group, DEVICE, also_later=True)
+    assert (
+        triton_workspace.triton_workspace(group, DEVICE).refusal == "the workspace was closed"
+    )

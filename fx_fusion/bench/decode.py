@@ -18,9 +18,9 @@ rank's step: from its begin to the end of its last kernel. Host time is the cloc
 return, without waiting for the GPU, of the slowest rank. Every output is compared with eager's,
 and fx_fusion's bit by bit between the ranks. Compilations for a GPU are cold.
 
-Ranks that share a GPU should run side by side, under a user's MPS daemon (the environment's
-CUDA_MPS_PIPE_DIRECTORY); else they take turns, and the figures tell nothing. Such figures are
-for regressions: there is no link between the ranks.
+Ranks that share a GPU should run side by side, under an MPS daemon (--mps starts one, or the
+environment's CUDA_MPS_PIPE_DIRECTORY names one); else they take turns, and the figures tell
+nothing. Such figures are for regressions: there is no link between the ranks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from fx_fusion.bench import common
 from fx_fusion.bench.common import Bench, Table, add_dtype, add_number, add_numbers
 from fx_fusion.bench.decode_models import SHAPES
 from fx_fusion.bench.decode_rank import FUSED, GRAPH, Job, Measured, measure
+from fx_fusion.bench.kernel_runs import daemon_cause, mps_daemon
 from fx_fusion.errors import SpawnError
 from fx_fusion.settings import KERNELS
 from fx_fusion.testing import spawn
@@ -106,6 +107,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)"
     )
+    parser.add_argument(
+        "--mps",
+        action="store_true",
+        help="where ranks share a GPU: run them side by side, under an MPS daemon of their own",
+    )
     add_number(parser, "--timeout", 600, "seconds for everything")
 
 
@@ -132,13 +138,14 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
             progress=progress,
         )
         try:
-            spawn(
-                measure,
-                options.world_size,
-                device=options.device,
-                timeout=options.timeout,
-                args=(job,),
-            )
+            with mps_daemon() if options.mps else contextlib.nullcontext():
+                spawn(
+                    measure,
+                    options.world_size,
+                    device=options.device,
+                    timeout=options.timeout,
+                    args=(job,),
+                )
         except SpawnError as error:
             rows = _rows(options, Path(job.results))
             if not rows:
@@ -235,7 +242,8 @@ def _sharing_note(options: argparse.Namespace) -> str:
     gpus = torch.cuda.device_count()
     if options.device == "cpu" or gpus >= options.world_size:
         return ""
-    how = "under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "in turns"
+    mps = options.mps or os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    how = "under MPS" if mps else "in turns"
     return (
         f"The ranks share {gpus} GPU(s) {how}: figures for regressions, not for a machine with"
         " a GPU each."
@@ -246,6 +254,10 @@ def cannot(options: argparse.Namespace) -> str:
     """Why it can't run here, or with these options."""
     if options.device == "cuda" and not torch.cuda.device_count():
         return "torch sees no GPU here; --device cpu runs without one."
+    if options.mps and options.device == "cpu":
+        return "--mps is for ranks that share a GPU; leave it out with --device cpu."
+    if options.mps and (cause := daemon_cause(1, options.world_size)):
+        return cause.replace("--daemons 1", "--mps")
     for name in options.shapes:
         shape = SHAPES[name]
         if shape.kv_heads % options.world_size or shape.mlp_size % options.world_size:

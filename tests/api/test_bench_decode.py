@@ -92,6 +92,9 @@ def test_what_it_cannot_run_is_said_before_anything_is_measured(
 ) -> None:
     cause = decode.cannot(options_of("--device", "cpu", "--world-size", "3"))
     assert cause.startswith("--world-size 3 doesn't divide the 8 key-value heads")
+    assert "leave it out" in decode.cannot(options_of("--device", "cpu", "--mps"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "--mps: " in decode.cannot(options_of("--mps"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "--device cpu runs without one" in decode.cannot(options_of())
 

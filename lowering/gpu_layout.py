@@ -173,7 +173,8 @@ def geometry(
     # A thread keeps a vector of every rank. From these bounds follow how many registers it may
     # have; the numbers are those at which the compilers spill none (test_gpu_registers.py).
     few_ranks = 8 if has_clusters else 4
-    most = _MAX_THREADS if world_size <= few_ranks else _MAX_THREADS // 2
+    long_row = not has_clusters and vectors > 2 * _MAX_THREADS
+    most = _MAX_THREADS // 2 if world_size > few_ranks or long_row else _MAX_THREADS
     # Where tokens are many a row in one large block is faster than in a cluster of two: 64 x
     # 8192 bfloat16 of 2 ranks that share an H200 5.8 and 6.1 us, 32 x 7168 of 4 ranks 8.3 and 9.0.
     wide = 2 * most if is_plain and has_clusters and world_size <= 4 else most

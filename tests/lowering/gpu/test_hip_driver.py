@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_ranks import Group
 from kernel_registers import variant_for
 
-from fx_fusion.lowering import driver, gpu_build, gpu_driver, hip_driver, runtime_compiler
+from fx_fusion.lowering import (
+    driver,
+    gpu_build,
+    gpu_driver,
+    gpu_kernel,
+    hip_driver,
+    runtime_compiler,
+)
+from fx_fusion.lowering.arguments import Arguments
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.gpu_driver import DriverError
+from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 from fx_fusion.lowering.runtime_compiler import BuildError, RuntimeCompiler, rocm_library
 
 SOURCE = Path(__file__).with_name("stub_hip.c")
@@ -86,6 +96,36 @@ def test_a_machine_without_the_runtime_says_so(monkeypatch: pytest.MonkeyPatch) 
     hip_driver._runtime.cache_clear()
     with pytest.raises(DriverError, match=r"HIP runtime can't be loaded: .*nowhere"):
         hip_driver.current_context()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "launches"), [("one-shot", 3, [3]), ("two-shot", 1000, [512, 488])]
+)
+def test_a_call_of_a_rank_on_an_amd_gpu_is_launched_through_hip(
+    algorithm: str, rows: int, launches: list[int], stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_build, "machine_code", lambda variant, arch: arch.encode())
+    host = torch.zeros(17, dtype=torch.int32)
+    workspace = GpuWorkspace(
+        Group(1, 4),  # type: ignore[arg-type]
+        torch.device("cpu"),
+        arch="gfx942",
+        multiprocessors=304,
+        addresses=(4096, 8192, 12288, 16384),
+        _host=host,
+    )
+    x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
+    arguments = Arguments(x, x, x[0], None, 1e-6, "", 4, want_residual=True)
+    gpu_kernel.enqueue(arguments, workspace, 0x99, algorithm)
+    lines = written(stub)
+    entry = gpu_build.KERNELS[algorithm].entry
+    assert [line for line in lines if "load" in line or "function" in line] == [
+        *("load gfx9", f"function 0x11 {entry}"),
+    ]
+    assert [line.split(",")[0] for line in lines if line.startswith("launch")] == [
+        f"launch 0x22 {count} 1 1" for count in launches
+    ]
+    assert {line.split(",")[1] for line in lines if line.startswith("launch")} == {" 512 1 1"}
 
 
 @pytest.fixture

@@ -22,11 +22,46 @@
 #include "gpu_exchange.h"
 #include "gpu_epilogue.h"
 
+// The first row's turn is when all of a block's rows are sent. Not where a thread has many
+// vectors, as registers would run out: there each row is sent in its own turn.
+constexpr bool kAhead = kVectors <= 2;
+
 // Where `source` puts a segment for `receiver`; a rank keeps no place for itself.
 DEVICE Words* place(const Params& p, int receiver, int source, u32 slot, u32 segment) {
   const u32 index = source < receiver ? source : source - 1;
   const u64 at = (static_cast<u64>(slot * (kWorld - 1) + index) * p.segments + segment);
   return reinterpret_cast<Words*>(p.buffers[receiver]) + at * kSegment;
+}
+
+// To all peers: a vector of this rank's part.
+DEVICE void send(const Params& p, const Words& x, u32 slot, u32 segment, u32 column) {
+  const Words sent = without_marks(x);
+#pragma unroll
+  for (int d = 1; d < kWorld; ++d) {
+    const int peer = p.rank + d < kWorld ? p.rank + d : p.rank + d - kWorld;
+    push(place(p, peer, p.rank, slot, segment) + column, sent);
+  }
+}
+
+DEVICE void read_part(const Params& p, const Spread& spread, u32 row, u32 (&slot)[kVectors],
+                      Words (&x)[kVectors]) {
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    if (!warp_has(p, spread, k)) continue;
+    const Vector v = vector_of(p, spread, row, k);
+    slot[k] = load(&p.state[row * p.row_segments + v.j / kSegment].slot);
+    x[k] = read_words(p.x, v.at, v.left);
+  }
+}
+
+DEVICE void send_part(const Params& p, const Spread& spread, u32 row,
+                      const u32 (&slot)[kVectors], const Words (&x)[kVectors]) {
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Vector v = vector_of(p, spread, row, k);
+    if (v.inside)
+      send(p, x[k], slot[k], row * p.row_segments + v.j / kSegment, v.j % kSegment);
+  }
 }
 
 // The sum over ranks, in rank order. False if a peer didn't come in time.
@@ -92,46 +127,49 @@ DEVICE void wipe(const Params& p, u32 slot, u32 segment, u32 column) {
   }
 }
 
+// Reads what is added to a row; not 0 if another launch is at work on one of its segments.
+DEVICE u32 read_inputs_of(const Params& p, const Spread& spread, u32 row, Inputs& inputs) {
+  u32 was_busy = 0;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    if (!warp_has(p, spread, k)) continue;
+    const Vector v = vector_of(p, spread, row, k);
+    read_inputs(p, inputs, k, v);
+    if (v.inside && v.j % kSegment == 0)
+      was_busy |= exchange(&p.state[row * p.row_segments + v.j / kSegment].busy, 1);
+  }
+  return was_busy;
+}
+
 KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
   SHARED(float, leaves, kMaxLeaves);  // two of them, [2][kMaxLeaves]
   const Spread spread{thread_index(), CLUSTER > 1 ? cluster_rank() : 0};
   Meeting meeting = begin_meeting(leaves);
   wait_for_predecessor();
   const bool broken = poll_word(p.control) != 0;
+  const u32 rows = p.rows, first_row = block_index() / CLUSTER;
 
-  for (u32 row = block_index() / CLUSTER; row < static_cast<u32>(p.rows); row += p.clusters) {
+  for (u32 row = first_row; row < rows; row += p.clusters) {
     const u32 first = row * p.row_segments;
     Words x[kVectors];
     Inputs inputs;
     u32 slot[kVectors];
-    u32 was_busy = 0;
+    u32 was_busy;
 
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (!warp_has(p, spread, k)) continue;
-      const Vector v = vector_of(p, spread, row, k);
-      slot[k] = load(&p.state[first + v.j / kSegment].slot);
-      x[k] = read_words(p.x, v.at, v.left);
-    }
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (!warp_has(p, spread, k)) continue;
-      const Vector v = vector_of(p, spread, row, k);
-      read_inputs(p, inputs, k, v);
-      if (v.inside && v.j % kSegment == 0)
-        was_busy |= exchange(&p.state[first + v.j / kSegment].busy, 1);
-    }
-
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const Vector v = vector_of(p, spread, row, k);
-      if (broken || !v.inside) continue;
-      const Words sent = without_marks(x[k]);
-#pragma unroll
-      for (int d = 1; d < kWorld; ++d) {
-        const int peer = p.rank + d < kWorld ? p.rank + d : p.rank + d - kWorld;
-        push(place(p, peer, p.rank, slot[k], first + v.j / kSegment) + v.j % kSegment, sent);
+    read_part(p, spread, row, slot, x);
+    const bool has_more = kAhead && row == first_row && row + p.clusters < rows;
+    if (!has_more) was_busy = read_inputs_of(p, spread, row, inputs);
+    if (!broken && (!kAhead || row == first_row)) send_part(p, spread, row, slot, x);
+    if (has_more) {
+      // The parts of the block's other rows travel while it is at work on this one.
+#pragma unroll 1
+      for (u32 next = row + p.clusters; !broken && next < rows; next += p.clusters) {
+        Words next_x[kVectors];
+        u32 next_slot[kVectors];
+        read_part(p, spread, next, next_slot, next_x);
+        send_part(p, spread, next, next_slot, next_x);
       }
+      was_busy = read_inputs_of(p, spread, row, inputs);  // not held meanwhile: registers
     }
 
     float h[kVectors][kElements];
@@ -147,7 +185,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) fx_fusion_one_shot(const Params p) {
         fill_with_nan(h[k]);
       squares[k] = add_steps(p, inputs, k, v, scale, h[k]);
     }
-    const bool last = row + p.clusters >= static_cast<u32>(p.rows);
+    const bool last = row + p.clusters >= rows;
     const float total = add_up(p, spread, meeting, squares, last);
     // Not before the meeting: threads beyond the row's end have polled what its last one wipes.
 #pragma unroll

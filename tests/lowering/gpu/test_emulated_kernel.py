@@ -38,7 +38,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(tmp_path_factory.mktemp("three"), 3, forms)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_mixed_calls_give_the_bits_of_the_contract(built: Built, seed: int) -> None:
     assert built.failures(seed, SIZES[built.size][1]) == []
 

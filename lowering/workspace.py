@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fx_fusion.lowering.arch import device_arch
+from fx_fusion.lowering.gpu_select import AMD_ARCHS
 from fx_fusion.lowering.select import full_plan
+
+log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -19,6 +24,7 @@ def prepare(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     block_limit: int | None = None,
+    kernel: str = "auto",
 ) -> bool:
     """Make what the fused op shares among the ranks of a group, ahead of its first call.
 
@@ -35,6 +41,8 @@ def prepare(
         block_limit: Blocks of a launch at most, the same on all ranks; 0 for as many as fit,
             None leaves it as it is. For ranks that share a GPU: their waiting blocks have to
             leave multiprocessors to the other kernels that the waiting depends on.
+        kernel: The option that the model is compiled with. On AMD's GPUs, where our kernels
+            have not been run, "auto" makes nothing and "fx_fusion" makes what they need.
 
     Returns:
         True if calls of this group will run on a kernel of ours, False if on the unfused path;
@@ -50,6 +58,14 @@ def prepare(
         from fx_fusion.lowering.cpu_workspace import cpu_workspace
 
         return bool(cpu_workspace(made.group_name, made, full_plan("")).usable)
+    if kernel != "fx_fusion" and device_arch(where) in AMD_ARCHS:
+        log.warning(
+            "fx_fusion: prepare made nothing for group %s: our kernels have not been run on %s"
+            ' yet; kernel="fx_fusion" turns them on',
+            made.group_name,
+            device_arch(where),
+        )
+        return False
     from fx_fusion.lowering.gpu_workspace import gpu_workspace
 
     workspace = gpu_workspace(made, where)

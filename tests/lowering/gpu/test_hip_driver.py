@@ -13,6 +13,7 @@ import torch
 from emulated_ranks import Group
 from kernel_registers import variant_for
 
+import fx_fusion
 from fx_fusion.lowering import (
     driver,
     gpu_build,
@@ -21,11 +22,19 @@ from fx_fusion.lowering import (
     hip_driver,
     runtime_compiler,
 )
+from fx_fusion.lowering import (
+    gpu_workspace as gpu_workspace_module,
+)
+from fx_fusion.lowering import (
+    workspace as prepared,
+)
 from fx_fusion.lowering.arguments import Arguments
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.gpu_driver import DriverError
+from fx_fusion.lowering.gpu_select import AMD_ARCHS
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 from fx_fusion.lowering.runtime_compiler import BuildError, RuntimeCompiler, rocm_library
+from fx_fusion.testing import fake_group
 
 SOURCE = Path(__file__).with_name("stub_hip.c")
 
@@ -190,6 +199,26 @@ def test_the_library_in_use_comes_first(
         *(loaded, str(tmp_path / "libamdhip64.so")),
         *("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"),
     ]
+
+
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_prepare_makes_nothing_on_amd_unless_the_kernels_are_turned_on(
+    arch: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[str] = []
+
+    def gpu_workspace(group: Any, device: torch.device) -> GpuWorkspace:
+        made.append(str(device))
+        return GpuWorkspace(group, device, "it is a test")
+
+    monkeypatch.setattr(prepared, "device_arch", lambda device: arch)
+    monkeypatch.setattr(gpu_workspace_module, "gpu_workspace", gpu_workspace)
+    with fake_group(2):
+        assert not fx_fusion.prepare(device="cuda:1")
+        assert made == []
+        assert f"have not been run on {arch} yet" in caplog.text
+        assert not fx_fusion.prepare(device="cuda:1", kernel="fx_fusion")
+    assert made == ["cuda:1"]
 
 
 def test_the_driver_goes_with_the_arch() -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_ranks import Mutation, Ranks, build, emulated, small_ring, variant_for
+from emulated_ranks import (
+    Mutation,
+    Ranks,
+    build,
+    build_mutants,
+    emulated,
+    small_ring,
+    variant_for,
+)
 from op_support import BF16, FP16, FP32, ordered_bits
 
 from fx_fusion.lowering import gpu_layout
@@ -64,9 +72,9 @@ def arguments_of(form: int, tokens: int, size: int, choice: random.Random) -> li
     ]
 
 
-def calls_with_marks(size: int) -> list[Arguments]:
+def calls_with_marks(form: int, size: int) -> list[Arguments]:
     """One call as each rank makes it, with what marks an empty place among its values."""
-    own = arguments_of(1, 3, size, random.Random(8))
+    own = arguments_of(form, 3, size, random.Random(8))
     marks = torch.tensor([-1, -2, -0x8000, 0x7FFF, -0x7F, 0], dtype=torch.int16)
     for rank, call in enumerate(own):
         bits = call.x.view(torch.int16)
@@ -138,23 +146,49 @@ def all_variants(size: int, forms: Mapping[str, int]) -> list[Any]:
 
 
 class Built:
-    """An emulator for one world size and, of each algorithm, the first forms."""
+    """An emulator for one world size and, of each algorithm, the first forms.
 
-    def __init__(
-        self,
-        folder: Path,
-        size: int,
-        forms: Mapping[str, int],
-        mutate: Mutation | None = None,
-    ) -> None:
-        self.size, self.forms, self.variants = size, forms, all_variants(size, forms)
-        self.library = build(folder, self.variants, mutate)
+    Attributes:
+        size: Ranks.
+        forms: How many of the forms, by algorithm.
+        library: The emulator.
+        kernels: The number of each variant in the library.
+    """
+
+    def __init__(self, size: int, forms: Mapping[str, int]) -> None:
+        self.size, self.forms = size, forms
+        self.library: Any = None
+        self.kernels: Mapping[Any, int] = {}
+
+    def build(self, folder: Path) -> Built:
+        """Compile all variants."""
+        variants = all_variants(self.size, self.forms)
+        self.library = build(folder, variants)
+        self.kernels = {variant: number for number, variant in enumerate(variants)}
+        return self
 
     def ranks(self, seed: int = 0) -> Any:
         """Emulated ranks with fresh workspaces, as a context."""
-        return emulated(self.library, self.variants, self.size, seed)
+        return emulated(self.library, self.kernels, self.size, seed)
 
     def failures(self, seed: int, calls: int) -> list[str]:
         """What was wrong in so many mixed calls."""
         with self.ranks(seed) as ranks:
             return some_calls(ranks, calls, seed, self.forms)
+
+
+def build_all(
+    folder: Path, size: int, mutants: Mapping[Any, tuple[str, Mutation]]
+) -> dict[Any, Built]:
+    """Emulators of mutants by name, given as algorithm and mutation, for the first form."""
+    found: dict[Any, Built] = {}
+    given: list[tuple[Any, Mutation]] = []
+    for name, (algorithm, mutate) in mutants.items():
+        built = found[name] = Built(size, {algorithm: 1})
+        (variant,) = all_variants(size, built.forms)
+        built.kernels = {variant: len(given)}
+        given.append((variant, mutate))
+    library = build_mutants(folder, given)
+    for built in found.values():
+        built.library = library
+    return found

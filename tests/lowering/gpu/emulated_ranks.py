@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,31 +47,58 @@ def write_variants(
     That includes the sources once for each variant, in the namespaces v0, v1, ..., each with a
     function `entry` that takes the address of the parameters.
     """
-    for name, text in gpu_build.sources().items():
-        (folder / name).write_text(mutate(name, text) if mutate else text)
-    lines = []
-    for number, variant in enumerate(variants):
-        defined = variant.options()
-        kernel = gpu_build.KERNELS[variant.algorithm]
-        lines += [f"#define {name.upper()} {value}" for name, value in defined.items()]
-        lines += [
-            f"namespace v{number} {{",
-            f'#include "{kernel.source}"',
-            "void entry(const void* p) {",
-            f"  {kernel.entry}(*static_cast<const Params*>(p));",
-            "}",
-            "}",
-        ]
-        lines += [f"#undef {name.upper()}" for name in defined]
+    write_sources(folder, mutate)
+    lines = [
+        line for number, variant in enumerate(variants) for line in lines_of(number, variant)
+    ]
     (folder / "variants.inc").write_text("\n".join(lines))
 
 
-def build(
-    folder: Path, variants: Sequence[Variant], mutate: Mutation | None = None
-) -> ctypes.CDLL:
-    """Compile the kernels' sources, or mutants of them, once for each variant."""
-    write_variants(folder, variants, mutate)
-    names = ", ".join(f"v{number}::entry" for number in range(len(variants)))
+def write_sources(folder: Path, mutate: Mutation | None = None) -> None:
+    """Write the kernels' sources and headers, or mutants of them."""
+    for name, text in gpu_build.sources().items():
+        (folder / name).write_text(mutate(name, text) if mutate else text)
+
+
+def lines_of(number: int, variant: Variant, folder: str = "") -> list[str]:
+    """The lines of `variants.inc` for one variant of the sources in a folder, "mutant/"."""
+    defined = variant.options()
+    kernel = gpu_build.KERNELS[variant.algorithm]
+    return [
+        *(f"#define {name.upper()} {value}" for name, value in defined.items()),
+        f"namespace v{number} {{",
+        f'#include "{folder}{kernel.source}"',
+        "void entry(const void* p) {",
+        f"  {kernel.entry}(*static_cast<const Params*>(p));",
+        "}",
+        "}",
+        *(f"#undef {name.upper()}" for name in defined),
+    ]
+
+
+def build(folder: Path, variants: Sequence[Variant]) -> ctypes.CDLL:
+    """Compile the kernels' sources, once for each variant."""
+    write_variants(folder, variants)
+    return compile_variants(folder, len(variants))
+
+
+def build_mutants(folder: Path, mutants: Sequence[tuple[Variant, Mutation]]) -> ctypes.CDLL:
+    """Compile mutants of the kernels' sources, each for one variant, in one library."""
+    write_sources(folder)
+    lines = []
+    for number, (variant, mutate) in enumerate(mutants):
+        own = folder / f"mutant{number}"
+        own.mkdir()
+        write_sources(own, mutate)
+        (own / "gpu_device.h").unlink()  # is read once, from the folder above
+        lines += lines_of(number, variant, f"{own.name}/")
+    (folder / "variants.inc").write_text("\n".join(lines))
+    return compile_variants(folder, len(mutants))
+
+
+def compile_variants(folder: Path, count: int) -> ctypes.CDLL:
+    """The emulator with what `variants.inc` holds."""
+    names = ", ".join(f"v{number}::entry" for number in range(count))
     with (folder / "variants.inc").open("a") as file:
         file.write(f"\nstatic void (*const kernels[])(const void*) = {{{names}}};\n")
     target = folder / "emulator.so"
@@ -112,8 +139,8 @@ class Ranks:
     #: Steps of the emulator after which a run is given up.
     most_steps = 400_000_000
 
-    def __init__(self, library: ctypes.CDLL, variants: Sequence[Variant], size: int) -> None:
-        self.library, self.variants, self.size = library, list(variants), size
+    def __init__(self, library: ctypes.CDLL, kernels: Mapping[Variant, int], size: int) -> None:
+        self.library, self.kernels, self.size = library, kernels, size
         sizes = gpu_layout.layout(size)
         self.memories = [torch.empty(sizes.total, dtype=torch.uint8) for _ in range(size)]
         self.workspaces = []
@@ -156,8 +183,8 @@ class Ranks:
         return Function()
 
     def machine_code(self, variant: Variant, arch: str) -> bytes:
-        """Stands in for `gpu_build.machine_code`: the variant's number."""
-        return str(self.variants.index(variant)).encode()
+        """Stands in for `gpu_build.machine_code`: the variant's number in the library."""
+        return str(self.kernels[variant]).encode()
 
     def call(self, rank: int, arguments: Arguments, algorithm: str = "one-shot") -> Results:
         """Queue a call of one rank. Its x and residual are NaN until its predecessor ended."""
@@ -203,12 +230,12 @@ class Ranks:
 
 @contextmanager
 def emulated(
-    library: ctypes.CDLL, variants: Sequence[Variant], size: int, seed: int
+    library: ctypes.CDLL, kernels: Mapping[Variant, int], size: int, seed: int
 ) -> Iterator[Ranks]:
-    """Ranks whose launches go to the emulator."""
+    """Ranks whose launches go to the emulator; `kernels` are the numbers of the variants."""
     library.emulator_reset(seed, size)
     with small_ring():
-        ranks = Ranks(library, variants, size)
+        ranks = Ranks(library, kernels, size)
         with (
             mock.patch.object(gpu_driver, "Function", ranks.function),
             mock.patch.object(gpu_build, "machine_code", ranks.machine_code),

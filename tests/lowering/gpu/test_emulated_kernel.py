@@ -29,13 +29,14 @@ SIZES: dict[int, tuple[dict[str, int], int]] = {
 
 @pytest.fixture(scope="module", params=sorted(SIZES))
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("emulator"), request.param, SIZES[request.param][0])
+    built = Built(request.param, SIZES[request.param][0])
+    return built.build(tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    forms = {"one-shot": 3, "two-shot": 3, "local": 3}
-    return Built(tmp_path_factory.mktemp("three"), 3, forms)
+    built = Built(3, {"one-shot": 3, "two-shot": 3, "local": 3})
+    return built.build(tmp_path_factory.mktemp("three"))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -106,7 +107,7 @@ def test_one_shot_two_shot_and_the_local_kernel_give_the_same_bits(
 
 def test_what_marks_an_empty_place_can_be_sent(three: Built) -> None:
     """NaNs of all payloads and zeros of both signs; none is waited for for ever."""
-    own = calls_with_marks(3)
+    own = calls_with_marks(1, 3)
     expected = rank_order_reference([arguments.x for arguments in own], own[0])
     with three.ranks() as ranks:
         for algorithm in ("one-shot", "two-shot") * 2:

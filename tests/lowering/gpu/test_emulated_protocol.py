@@ -6,12 +6,11 @@ The mutants show the teeth of the comparisons: each breaks a rule, and has to be
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from unittest import mock
 
 import pytest
-from emulated_calls import Built, arguments_of, calls_with_marks
-from emulated_ranks import Ranks
+from emulated_calls import Built, arguments_of, build_all, calls_with_marks
+from emulated_ranks import Mutation, Ranks
 
 from fx_fusion.errors import PeerTimeoutError
 from fx_fusion.lowering import gpu_build, gpu_layout
@@ -22,7 +21,8 @@ pytestmark = pytest.mark.skipif(compiler() == "", reason="there is no C++ compil
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("three"), 3, {"one-shot": 2, "two-shot": 2})
+    built = Built(3, {"one-shot": 2, "two-shot": 2})
+    return built.build(tmp_path_factory.mktemp("three"))
 
 
 @pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
@@ -109,49 +109,64 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
 }
 
 
+#: Two more of each algorithm: the control, and a mutant that only special values tell.
+AS_IT_IS, MARKS_SENT = "as it is", "marks sent"
 #: The sources as they are end all their runs within two thirds of that; mutants may never end.
 STEPS = 2_000_000
 RUNS, CALLS = 4, 24
 
 
+def mutation(algorithm: str, changes: list[tuple[str, str]]) -> Mutation:
+    files = (gpu_build.KERNELS[algorithm].source, "gpu_exchange.h")
+    texts = [gpu_build.sources()[file] for file in files]
+    for old, _ in changes:
+        assert any(old in text for text in texts), old
+
+    def mutate(file: str, source: str) -> str:
+        for change in changes if file in files else ():
+            source = source.replace(*change)
+        return source
+
+    return mutate
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Built]:
+    """All of them in one library, by algorithm and name."""
+    sent = [("if (v.w[k] >= kFailed)", "if (false)")]
+    given = {
+        (algorithm, name): (algorithm, mutation(algorithm, changes))
+        for algorithm, own in MUTANTS.items()
+        for name, changes in {**own, AS_IT_IS: [], MARKS_SENT: sent}.items()
+    }
+    return build_all(tmp_path_factory.mktemp("mutants"), 3, given)
+
+
 @pytest.mark.parametrize("algorithm", MUTANTS)
-def test_the_sources_as_they_are_pass_the_mutants_runs(algorithm: str, tmp_path: Path) -> None:
-    built = Built(tmp_path, 3, {algorithm: 1})
+def test_the_sources_as_they_are_pass_the_mutants_runs(
+    algorithm: str, mutants: dict[tuple[str, str], Built]
+) -> None:
+    built = mutants[algorithm, AS_IT_IS]
     with mock.patch.object(Ranks, "most_steps", STEPS // 3 * 2):
         assert [built.failures(seed, CALLS) for seed in range(RUNS)] == [[]] * RUNS
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "name"), [(a, name) for a, mutants in MUTANTS.items() for name in mutants]
+    ("algorithm", "name"), [(a, name) for a, own in MUTANTS.items() for name in own]
 )
 def test_the_tests_see_what_breaks_the_protocol(
-    algorithm: str, name: str, tmp_path: Path
+    algorithm: str, name: str, mutants: dict[tuple[str, str], Built]
 ) -> None:
-    files = (gpu_build.KERNELS[algorithm].source, "gpu_exchange.h")
-    changes, made = MUTANTS[algorithm][name], set()
-
-    def mutate(file: str, source: str) -> str:
-        for change in changes if file in files else ():
-            if change[0] in source:
-                made.add(change)
-                source = source.replace(*change)
-        return source
-
-    mutant = Built(tmp_path, 3, {algorithm: 1}, mutate)
-    assert made == set(changes)
     with mock.patch.object(Ranks, "most_steps", STEPS):
-        assert any(mutant.failures(seed, CALLS) for seed in range(RUNS))
+        assert any(mutants[algorithm, name].failures(seed, CALLS) for seed in range(RUNS))
 
 
-@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+@pytest.mark.parametrize("algorithm", MUTANTS)
 def test_a_mark_that_is_sent_would_be_waited_for_for_ever(
-    algorithm: str, tmp_path: Path
+    algorithm: str, mutants: dict[tuple[str, str], Built]
 ) -> None:
-    def mutate(_: str, source: str) -> str:
-        return source.replace("if (v.w[k] >= kFailed)", "if (false)")
-
-    mutant = Built(tmp_path, 3, {algorithm: 2}, mutate)
-    with mock.patch.object(Ranks, "most_steps", 1_000_000), mutant.ranks() as ranks:
-        for rank, call in enumerate(calls_with_marks(3)):
+    built = mutants[algorithm, MARKS_SENT]
+    with mock.patch.object(Ranks, "most_steps", STEPS), built.ranks() as ranks:
+        for rank, call in enumerate(calls_with_marks(0, 3)):
             ranks.call(rank, call, algorithm)
         assert ranks.run() != 0

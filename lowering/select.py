@@ -23,6 +23,9 @@ from fx_fusion.lowering import aiter_rules, flashinfer_rules
 from fx_fusion.lowering.gpu_select import (
     AMD_ARCHS,
     GPU_ONE_SHOT,
+    GPU_ONE_SHOT_BYTES,
+    GPU_ONE_SHOT_LEAST_BYTES,
+    GPU_PROVEN,
     GPU_TWO_SHOT,
     TABLE,
     Row,
@@ -264,11 +267,17 @@ def _cpu_kernel(problem: Problem) -> str:
 
 
 def digest_of(settings: FusionSettings, table: Sequence[Row] = TABLE) -> str:
-    """The choice ("auto", "unfused") and twelve hex digits over the table and that choice.
+    """The choice ("auto", "unfused") and twelve hex digits over all that decides.
 
+    That is the choice, the table, where kernels are proven, and the provisional limits.
     Facts of one site aren't in it, so that all graphs of a process that share settings share
     the digest; `deterministic` is an argument of the op already.
     """
-    content = {"kernel": settings.kernel, "table": [asdict(row) for row in table]}
+    content = {
+        "kernel": settings.kernel,
+        "table": [asdict(row) for row in table],
+        "proven": sorted(GPU_PROVEN),
+        "one_shot_bytes": [sorted(GPU_ONE_SHOT_BYTES.items()), GPU_ONE_SHOT_LEAST_BYTES],
+    }
     text = json.dumps(content, sort_keys=True)
     return f"{settings.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -55,13 +57,14 @@ def measured_run(job: Job, world_size: int, timeout: float) -> list[Measured]:
     with tempfile.TemporaryDirectory(prefix="fx_fusion_bench_") as folder:
         partial = str(Path(folder) / "measured")
         try:
-            found: list[Measured] = spawn(
-                rank_job,
-                world_size,
-                device="cuda",
-                timeout=timeout,
-                args=(job._replace(partial=partial),),
-            )[0]
+            with _told_to_end():
+                found: list[Measured] = spawn(
+                    rank_job,
+                    world_size,
+                    device="cuda",
+                    timeout=timeout,
+                    args=(job._replace(partial=partial),),
+                )[0]
         except SpawnError as error:
             found = saved(partial)
             if not found:
@@ -71,6 +74,23 @@ def measured_run(job: Job, world_size: int, timeout: float) -> list[Measured]:
                 f"{error}\n\nThe run ended after {done} of {len(job.sizes)} sizes, which follow.\n"
             )
     return found
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Turn SIGTERM (of `timeout`, of a batch system) into an error, so that what is done is kept."""
+
+    def end(*_: object) -> None:
+        raise SpawnError("The run was told to end (SIGTERM).")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

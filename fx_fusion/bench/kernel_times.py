@@ -107,7 +107,9 @@ class Meter:
             tokens, hidden_size, dtype, self.group.rank(), self.group.size(), "cuda"
         )
         self._compile_norm(inputs.x[0], inputs.residual, inputs.weight)
-        usable = prepare(self.group, max_tokens=tokens, hidden_size=hidden_size, dtype=dtype)
+        # Memory alone: the kernels that are needed are compiled and loaded by the captures, while
+        # with sizes prepare() would compile all that a model might need.
+        usable = prepare(self.group)
         candidates = dict(known.at(tokens, hidden_size))
         if not usable:  # the same on every rank
             for name in set(OWN_KERNELS) & set(candidates):

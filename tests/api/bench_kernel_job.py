@@ -50,7 +50,8 @@ def job(rank: int, world_size: int, given: Job) -> list[Measured]:
     cuda.synchronize = lambda *_: None
     cuda.device_count = lambda: 1
     times: Any = kernel_times
-    times.prepare = lambda *_, max_tokens, **__: max_tokens < 16
+    prepared = itertools.count()
+    times.prepare = lambda *_: next(prepared) < 2  # not at the third size
     times.make_inputs = on_cpu(kernel_graphs.make_inputs)
     times.Meter.compile_norms = lambda _: None  # it allocates on the GPU
     if "raise on rank 1" in given.causes and rank == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 
@@ -166,6 +167,16 @@ class TestRuns:
         self.fail(monkeypatch, 0, 2)
         assert len(kernel_runs.measured_runs(self.JOB, 2, 10, 2)) == 1
         assert "Run 1 of 2 measured nothing" in capsys.readouterr().err
+
+    def test_the_sizes_before_sigterm_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def spawned(*_: object, args: tuple[Job], **__: object) -> None:
+            save(args[0].partial, [Measured(8, 4096, ALONE, {"nccl": [1.0]}, {})])
+            signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(kernel_runs, "spawn", spawned)
+        before = signal.getsignal(signal.SIGTERM)
+        assert len(kernel_runs.measured_run(self.JOB, 2, 10)) == 1
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_if_no_run_measured_anything_it_fails(
         self, monkeypatch: pytest.MonkeyPatch

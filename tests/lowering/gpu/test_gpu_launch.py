@@ -52,7 +52,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def made(**constants: Any) -> Any:
-    return gpu_site.gpu_site(eps=1e-6, group_name="0", world_size=2, **constants)
+    group = dist.group.WORLD  # its name counts the groups that the process has had
+    name = "0" if group is None else group.group_name
+    return gpu_site.gpu_site(eps=1e-6, group_name=name, world_size=2, **constants)
 
 
 class Tensors:

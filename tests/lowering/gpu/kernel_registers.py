@@ -23,7 +23,7 @@ from fx_fusion.lowering.runtime_compiler import NVRTC
 
 TABLE: Final = Path(__file__).with_name("registers.csv")
 ARCHS: Final = ("sm_80", "sm_90", "sm_100")
-WORLDS: Final = (2, 3, 4, 6, 8, 16)
+WORLDS: Final = (2, 4, 8, 16)
 HIDDEN: Final = (63, 2880, 4096, 5120, 7168, 8192, 16384)
 #: Up to this hidden size no variant may spill.
 NO_SPILLS_UP_TO: Final = 8192
@@ -80,7 +80,8 @@ def cases(
             continue  # never taken
         variant = variant_for(algorithm, arch, world, dtype, options, hidden, tokens)
         name = str(dtype).removeprefix("torch.")
-        case = Case(algorithm, arch, world, name, options, hidden, variant)
+        ranks = 1 if algorithm == "local" else world
+        case = Case(algorithm, arch, ranks, name, options, hidden, variant)
         key = (arch, variant, hidden <= NO_SPILLS_UP_TO)
         if key not in seen:
             seen.add(key)

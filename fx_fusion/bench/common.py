@@ -55,7 +55,8 @@ class Bench:
         summary: One line on what it measures.
         add_options: Adds its own options to a parser; `--csv` is there already.
         cells: How many cells a run with these options measures.
-        run: Measures and returns the rows, dataclasses. Its second argument is a file to which
+        run: Measures and returns the rows, dataclasses. Its options hold `csv` and `conditions`
+            too, so that it can write rows as it goes. Its second argument is a file to which
             each cell that is done adds a byte (`count_cell`), "" for none.
         table: The table of the rows.
         cannot: Why it can't run here, or with these options, "" if it can.
@@ -249,8 +250,9 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> int:
     if cause := problem(bench, options):
         sys.stderr.write(f"{program}: {cause}\n")
         return 2
+    options.conditions = conditions(bench, program, arguments)
     rows = bench.run(options, "")
     if options.csv is not None:
-        write_csv(options.csv, rows, conditions(bench, program, arguments))
+        write_csv(options.csv, rows, options.conditions)
     sys.stdout.write(plain(bench.table(rows, options)))
     return 0

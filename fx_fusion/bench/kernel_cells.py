@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from fx_fusion.bench.common import write_csv
 from fx_fusion.bench.kernel_candidates import NAMES, traffic
 from fx_fusion.bench.kernel_graphs import ALONE, OPS, ops_of
 from fx_fusion.bench.kernel_times import Measured
@@ -82,6 +84,21 @@ def cells_of(measured: Measured, dtype: str, world_size: int) -> list[Cell]:
         at = (world_size, tokens, hidden_size, dtype)
         cells.append(Cell(name, *at, *figures, cause, between, *counted, ops_of(tokens)))
     return cells
+
+
+def write_rows(
+    path: Path,
+    given: Mapping[str, str],
+    dtype: str,
+    world_size: int,
+    found: Sequence[Measured],
+) -> None:
+    """Write what a run has so far as its CSV file, whole or not at all."""
+    rows = [cell for measured in found for cell in cells_of(measured, dtype, world_size)]
+    if rows:
+        part = path.with_name(f"{path.name}.part")
+        write_csv(part, rows, given)
+        part.replace(path)
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:

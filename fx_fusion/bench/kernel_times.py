@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -53,7 +53,19 @@ class Measured(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What every rank is told; rank 0 keeps what it has so far in the file `partial`."""
+    """What every rank is told.
+
+    Attributes:
+        sizes: Tokens and hidden sizes.
+        dtype: Of x, residual and weight, by name.
+        rounds: Replays of a graph that are counted.
+        names: The candidates that are wanted.
+        causes: Those of them that can't run, and why.
+        in_model: Time the ops between GEMMs too.
+        progress: A file to which each size that is done adds a byte, "" for none.
+        partial: A file in which rank 0 keeps what it has so far, "" for none.
+        keep: What rank 0 calls with what it has so far, after each size; can be pickled.
+    """
 
     sizes: Sequence[tuple[int, int]]
     dtype: str
@@ -63,6 +75,7 @@ class Job(NamedTuple):
     in_model: bool = False
     progress: str = ""
     partial: str = ""
+    keep: Callable[[list[Measured]], None] | None = None
 
 
 class Meter:
@@ -219,6 +232,8 @@ def rank_job(rank: int, world_size: int, job: Job) -> list[Measured]:
             found.append(Measured(tokens, hidden_size, between, slowest, causes))
         if rank == 0:
             save(job.partial, found)
+            if job.keep is not None:
+                job.keep(found)
             count_cell(job.progress)
     return found if rank == 0 else []
 

@@ -37,6 +37,7 @@ regressions, they say nothing about NVLink, and the output says so.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -49,7 +50,7 @@ from fx_fusion.bench import common
 from fx_fusion.bench import kernel_flashinfer as flashinfer
 from fx_fusion.bench.common import Bench, add_dtype, add_number, add_sizes
 from fx_fusion.bench.kernel_candidates import NAMES, TRITON
-from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled
+from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled, write_rows
 from fx_fusion.bench.kernel_runs import daemon_cause, measured_runs
 from fx_fusion.bench.kernel_table import table
 from fx_fusion.bench.kernel_times import Job
@@ -112,6 +113,12 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Cell]:
     if variants := [name for name in names if name in flashinfer.VARIANTS]:
         cause = flashinfer.build_cause(options.timeout)
         causes = dict.fromkeys(variants, cause) if cause else {}
+    keep = None
+    if options.csv is not None:  # written as sizes are done, whatever becomes of the run
+        path = options.csv.absolute()
+        keep = functools.partial(
+            write_rows, path, options.conditions, options.dtype, options.world_size
+        )
     job = Job(
         sizes_of(options),
         options.dtype,
@@ -120,6 +127,7 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Cell]:
         causes,
         options.in_model,
         progress,
+        keep=keep,
     )
     runs = measured_runs(job, options.world_size, options.timeout, options.daemons)
     return [

@@ -83,7 +83,7 @@ def run(module: str, program: str, arguments: list[str]) -> int:
         typer.echo(f"{program}: {cause}", err=True)
         return 2
     arguments = [word for word in arguments if word != "--json"]
-    given = common.conditions(bench, program, arguments)
+    given = options.conditions = common.conditions(bench, program, arguments)
     try:
         with progress_file(program, bench.cells(options)) as progress:
             rows = bench.run(options, progress)

@@ -236,7 +236,12 @@ def _errors(ranks: list[_Rank], timeout: float, failed_at: float | None) -> list
                 why = "did not finish, and was stopped soon after the first failure"
             stack = rank.directory / "stack"
             text = stack.read_text().rstrip() if stack.exists() else ""
-            where = f"; it was at:\n{text}" if text else ", before its function started."
+            if text:
+                where = f"; it was at:\n{text}"
+            elif (rank.directory / "started").exists():
+                where = "; where it was couldn't be seen, as in a long call of the system."
+            else:
+                where = ", before its function started."
             errors.append(f"rank {number} {why}{where}")
     return errors
 
@@ -278,6 +283,7 @@ def _child(
     try:
         _join_group(rank, world_size, device, deadline, Path(directory))
         fn, args = pickle.loads(job)
+        (own / "started").touch()
         report = pickle.dumps(fn(rank, world_size, *args))
     except BaseException:
         _write(own / "traceback", traceback.format_exc().encode())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
+import pickle
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -15,11 +17,12 @@ import torch
 from fx_fusion.bench import kernel_runs
 from fx_fusion.bench.common import plain
 from fx_fusion.bench.kernel_candidates import FORCED, NAMES
-from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled
+from fx_fusion.bench.kernel_cells import Cell, cells_of, pooled, write_rows
 from fx_fusion.bench.kernel_graphs import ALONE
 from fx_fusion.bench.kernel_table import remarks, table
 from fx_fusion.bench.kernel_times import Job, Measured, save, saved
 from fx_fusion.bench.kernels import chosen, main
+from fx_fusion.bench.results import read
 from fx_fusion.errors import SpawnError
 
 OPTIONS = Namespace(world_size=2, dtype="bfloat16", rounds=15, daemons=0)
@@ -110,6 +113,18 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     assert saved(path) == found
     assert [file.name for file in tmp_path.iterdir()] == ["partial"]
     save("", found)
+
+
+def test_rows_are_written_as_sizes_are_done(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.csv"
+    given = {"bench": "kernels", "torch": "2.13.0"}
+    found = [Measured(8, 4096, ALONE, {"fx_fusion": [1.0, 2.0, 3.0]}, {})]
+    keep = pickle.loads(pickle.dumps(functools.partial(write_rows, path, given, "float16", 2)))
+    keep([])
+    assert not path.exists()
+    keep(found)
+    assert [panel.times[0].y for panel in read(path).panels] == [(2.0,)]
+    assert [file.name for file in tmp_path.iterdir()] == ["kernels.csv"]
 
 
 def test_candidates_are_chosen_by_name_or_by_its_beginning() -> None:

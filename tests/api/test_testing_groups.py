@@ -79,10 +79,11 @@ def test_a_rank_that_died_is_named_with_its_exit_code() -> None:
 
 def test_a_rank_that_did_not_finish_is_named_with_its_stack_and_ended() -> None:
     with pytest.raises(SpawnError) as caught:
-        spawn(spawn_jobs.waits_for_ever, 1, timeout=12)
+        spawn(spawn_jobs.waits_for_ever, 2, timeout=12)
     text = str(caught.value)
     assert "rank 0 did not finish within 12 s; it was at:" in text
     assert "in waits_for_ever" in text
+    assert "rank 1 did not finish within 12 s; where it was couldn't be seen" in text
     assert multiprocessing.active_children() == []
 
 

@@ -25,7 +25,8 @@ TORCH_SYMMETRIC_MEMORY: Final[Version] = (0, 6, 10, 0)
 TAKES_GROUP: Final[Version] = (0, 6, 11, 0)
 #: `weight_bias`, for a weight of 1 + w.
 WEIGHT_BIAS: Final[Version] = (0, 6, 12, 0)
-#: Before it, blocks with a part of a warp added up too few squares.
+#: Before it, blocks with a part of a warp may add up too few squares (its pull request 3880); 0.6.3
+#: was right at hidden size 2880 on an H200 all the same, in bench kernels.
 PARTIAL_WARPS: Final[Version] = (0, 6, 15, 0)
 #: Before it, the two-shot barrier could be passed too early, its memory was too small for fp32,
 #: and (before 0.7.1) programmatic launch read the residual before it was written.
@@ -96,7 +97,7 @@ def _release_cause(
     if TORCH_SYMMETRIC_MEMORY <= version < TAKES_GROUP:
         return f"FlashInfer {name} meets over all ranks, whatever the group; 0.6.11 doesn't"
     if version < PARTIAL_WARPS and block_threads(threads) % _WARP:
-        return f"FlashInfer {name} adds up such rows wrongly; 0.6.15 doesn't"
+        return f"FlashInfer {name} may add up such rows wrongly; 0.6.15 doesn't"
     if version < SOUND and dtype == torch.float32:
         return f"FlashInfer {name} has too little memory for float32; 0.7.2.post1 hasn't"
     if form is not None and form.weight_form == "1+w" and version < WEIGHT_BIAS:

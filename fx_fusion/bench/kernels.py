@@ -21,8 +21,7 @@ Candidates:
 * flashinfer one-shot, two-shot, each with programmatic launch (pdl) and without, where
   FlashInfer is installed. The table shows the best of them. With pdl, releases before 0.7.1 read
   the residual too early if the kernel ahead writes it, so there every op has the first residual.
-  At hidden sizes such as 2880, releases before 0.6.15 add up the squares wrongly. A variant that
-  is wrong is timed all the same, and the output says so.
+  A variant that is wrong is timed all the same, and the output says so.
 * unfused copy: x copied into symmetric memory, torch's `symm_mem.one_shot_all_reduce`, then the
   compiled add and RMSNorm.
 * unfused: the same with x already in symmetric memory.

@@ -50,6 +50,7 @@ class Reason(enum.Enum):
     GRADIENT = "gradient"
     DISABLED = "disabled"
     KERNEL_UNAVAILABLE = "kernel_unavailable"
+    NOT_FASTER = "not_faster"
     INTERNAL_ERROR = "internal_error"
 
 
@@ -139,6 +140,11 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     ),
     Reason.KERNEL_UNAVAILABLE: (
         'The kernel asked for cannot run this site; use kernel="auto", or see the numbers.'
+    ),
+    Reason.NOT_FASTER: (
+        "For this GPU and these sizes no kernel is known to be faster than the graph as it is,"
+        ' so it stays; kernel="fx_fusion" fuses it all the same, and `fx-fusion bench kernels`'
+        " measures it."
     ),
     Reason.INTERNAL_ERROR: (
         "fx_fusion failed on this graph and left it as it was, so results are unaffected;"

@@ -24,6 +24,7 @@ NOT_REPRODUCED: Final[Mapping[Reason, str]] = {
     Reason.GROUP_UNKNOWN: "here the group exists",
     Reason.GRADIENT: "here there is no backward graph",
     Reason.KERNEL_UNAVAILABLE: "here the kernel may be available, or another one chosen",
+    Reason.NOT_FASTER: "here the site runs on the CPU, where fusion is faster",
     Reason.INTERNAL_ERROR: "it came from the whole graph; its traceback is in the log",
 }
 

@@ -5,8 +5,9 @@ problem, the settings and the table, never at the process, so that every rank, a
 that plans for another, gets the same answer.
 
 On the CPU our kernel over shared memory takes every size. On GPUs the table decides, which holds
-only what was measured, and what it doesn't list takes the unfused path: the group's own
-all_reduce, then add and norm, inside the op.
+what was measured, and a rule for small sizes where nothing was; what neither takes stays in the
+graph as it was. The unfused path, the group's own all_reduce, then add and norm, inside the op,
+is for graphs whose tokens are known at run time only.
 """
 
 from __future__ import annotations
@@ -120,8 +121,10 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
     """Choose the kernel for `problem`.
 
     Returns:
-        A Plan, or a Refusal with KERNEL_UNAVAILABLE where `settings.kernel` names a kernel
-        that can't run here.
+        A Plan, or a Refusal: KERNEL_UNAVAILABLE where `settings.kernel` names a kernel that
+        can't run here, NOT_FASTER where "auto" finds none that was measured to be faster. With
+        `deterministic`, or where only this process can't run a kernel, it is a Plan for the
+        unfused path inside the op, as the sum is the op's or as the other ranks call the op.
     """
     digest = digest_of(settings)
     if settings.kernel == UNFUSED:
@@ -136,19 +139,27 @@ def select(problem: Problem, settings: FusionSettings) -> Plan | Refusal:
         if problem.arch == "cpu":
             return Plan(_cpu_kernel(problem), digest)
         return Plan(_gpu_kernel(problem, settings.kernel), digest)
-    if settings.kernel == "auto":
+    if settings.kernel == "auto" and (problem.deterministic or cause == problem.local_cause):
         return Plan(UNFUSED, digest, cause)
+    if settings.kernel == "auto":
+        # Outside of the op Inductor's own code runs, which is faster than the op's unfused path.
+        return Refusal(Reason.NOT_FASTER, _numbers(problem, cause))
     return Refusal(
-        Reason.KERNEL_UNAVAILABLE,
-        {
-            "kernel": settings.kernel,
-            "cause": cause,
-            "arch": problem.arch,
-            "world_size": problem.world_size,
-            "dtype": str(problem.dtype).removeprefix("torch."),
-            "hidden_size": problem.hidden_size,
-        },
+        Reason.KERNEL_UNAVAILABLE, {"kernel": settings.kernel, **_numbers(problem, cause)}
     )
+
+
+def _numbers(problem: Problem, cause: str) -> dict[str, Number]:
+    """What a refusal's reader needs to know of the problem."""
+    tokens: dict[str, Number] = {} if problem.tokens is None else {"tokens": problem.tokens}
+    return {
+        "cause": cause,
+        "arch": problem.arch,
+        "world_size": problem.world_size,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "hidden_size": problem.hidden_size,
+        **tokens,
+    }
 
 
 def full_plan(plan: str) -> str:
@@ -195,7 +206,7 @@ def kernel_of(plan: str) -> str:
 
 
 def _gpu_cause(problem: Problem, kernel: str) -> str:
-    """Why the GPU kernel doesn't take this problem; "" if it does, if only for few tokens."""
+    """Why the GPU kernel doesn't take this problem, the same on every rank; "" if it does."""
     if not gpu_takes(problem.arch, problem.world_size, problem.hidden_size):
         return f"there is no kernel for {problem.arch} and this size yet"
     most = gpu_max_tokens(
@@ -214,8 +225,8 @@ def _gpu_cause(problem: Problem, kernel: str) -> str:
     if most == 0:
         return f"nothing was measured for {problem.arch} and this size"
     if problem.tokens is not None and problem.tokens > most:
-        return f"our kernels were measured to be faster up to {most} tokens only"
-    return problem.local_cause
+        return f"our kernels are known to be faster up to {most} tokens only"
+    return ""
 
 
 def _foreign_cause(problem: Problem, kernel: str) -> str:
@@ -233,7 +244,7 @@ def _foreign_cause(problem: Problem, kernel: str) -> str:
 def _own_kernel_cause(problem: Problem, kernel: str) -> str:
     """Why no kernel of ours takes this problem; "" if one does."""
     if problem.arch != "cpu":
-        return _gpu_cause(problem, kernel)
+        return _gpu_cause(problem, kernel) or problem.local_cause
     if not cpu_takes(problem.hidden_size, problem.dtype.itemsize, problem.world_size):
         return f"a row of {problem.hidden_size} elements doesn't fit a slot"
     return problem.local_cause

@@ -9,7 +9,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fx_fusion.cli.sites import DYNAMIC, UNFUSED, KernelRange, Row, Saving, Seen, Tokens
+from fx_fusion.cli.sites import (
+    DYNAMIC,
+    NOT_FUSED,
+    UNFUSED,
+    KernelRange,
+    Row,
+    Saving,
+    Seen,
+    Tokens,
+)
 from fx_fusion.report import FusionReport
 from fx_fusion.report_text import WIDTH, details, gradients, headline
 
@@ -48,7 +57,7 @@ def print_kernels(
     console: Console, rows: Sequence[Row], savings: dict[Tokens, Saving], title: str
 ) -> None:
     """The table of kernels by tokens, the ranges behind it, and what the estimate rests on."""
-    fused = [(number, row) for number, row in enumerate(rows, start=1) if row.group.site.fused]
+    fused = [(number, row) for number, row in enumerate(rows, start=1) if row.ranges]
     if not fused:
         return
     console.print()
@@ -146,8 +155,10 @@ def heading(seen: Sequence[Seen], rows: Sequence[Row]) -> str:
     if len(every) == 1:
         return every.pop()
     total = sum(row.group.count for row in rows)
-    fused = sum(row.group.count for row in rows if row.group.site.fused)
-    return f"{fused} of {total} sites fused, some numbers of tokens running the unfused path"
+    fused = sum(row.group.count for row in rows if row.ranges)
+    here = {kernel for row in rows for kernel in row.kernels.values()}
+    rest = "left as they are" if NOT_FUSED in here else "running the unfused path"
+    return f"{fused} of {total} sites fused, some numbers of tokens {rest}"
 
 
 def token_label(tokens: Tokens) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from fx_fusion import measured
 from fx_fusion.lowering.select import Plan, Problem, select
-from fx_fusion.report import FusionReport, SiteReport
+from fx_fusion.report import FusionReport, Reason, SiteReport
 from fx_fusion.report_text import SiteGroup, outcome_key
 from fx_fusion.settings import FusionSettings
 
@@ -19,6 +19,8 @@ from fx_fusion.settings import FusionSettings
 MOST_TOKENS: Final = 2**20
 DYNAMIC: Final = "dynamic"
 UNFUSED: Final = "unfused"
+#: In place of a kernel, where the site stays in the graph as it was.
+NOT_FUSED: Final = "not fused"
 Tokens = int | str
 
 
@@ -48,10 +50,10 @@ class Row:
         graph: The graph's number, from 1; `kind` its kind.
         kind: See `graph`.
         group: The sites, as they are at the largest number of tokens.
-        kernels: For each number of tokens the kernel.
-        causes: For each number of tokens why it is the unfused path, "" where it isn't.
+        kernels: For each number of tokens the kernel, NOT_FUSED where none is faster.
+        causes: For each number of tokens why no kernel of ours runs, "" where one does.
         shapes: For each number of tokens the reduced tensor's shape.
-        ranges: The kernels by rows of the reduced tensor; empty where it isn't fused.
+        ranges: The kernels by rows of the reduced tensor; empty where it can't be fused.
     """
 
     graph: int
@@ -98,8 +100,15 @@ def rows_of(seen: Sequence[Seen], settings: FusionSettings) -> list[Row] | None:
     return rows
 
 
+def chooses(site: SiteReport) -> bool:
+    """True for a site that can be fused; whether it is may depend on its rows."""
+    return site.fused or site.reason is Reason.NOT_FASTER
+
+
 def _key(site: SiteReport) -> str:
     """What must not depend on the number of tokens."""
+    if chooses(site):
+        site = dataclasses.replace(site, fused=True, reason=None, outputs=())
     return site.module + outcome_key(
         dataclasses.replace(site, shape=site.shape[-1:], kernel="", numbers={})
     )
@@ -109,9 +118,9 @@ def _planned(row: Row, index: int, seen: Sequence[Seen], settings: FusionSetting
     for one in seen:
         site = one.report.sites[index]
         row.shapes[one.tokens] = site.shape
-        row.kernels[one.tokens] = site.kernel
-        plan = _plan(site, _rows(site), settings) if site.fused else None
-        row.causes[one.tokens] = plan.cause if plan and site.kernel == UNFUSED else ""
+        kernel, cause = _plan(site, _rows(site), settings) if chooses(site) else ("", "")
+        row.kernels[one.tokens] = site.kernel if site.fused else kernel
+        row.causes[one.tokens] = cause if kernel in (UNFUSED, NOT_FUSED) else ""
     return dataclasses.replace(row, ranges=_ranges(row.group.site, settings))
 
 
@@ -125,10 +134,10 @@ def _rows(site: SiteReport) -> int | None:
     return rows
 
 
-def _plan(site: SiteReport, rows: int | None, settings: FusionSettings) -> Plan | None:
-    """What `select` says for a fused site with other rows; nothing is captured again."""
+def _plan(site: SiteReport, rows: int | None, settings: FusionSettings) -> tuple[str, str]:
+    """The kernel that `select` gives a site of so many rows, and why none; nothing is captured."""
     if not isinstance(site.shape[-1], int) or site.world_size is None:
-        return None
+        return "", ""
     target = settings.target
     problem = Problem(
         hidden_size=site.shape[-1],
@@ -139,17 +148,18 @@ def _plan(site: SiteReport, rows: int | None, settings: FusionSettings) -> Plan 
         deterministic=settings.deterministic,
     )
     answer = select(problem, settings)
-    return answer if isinstance(answer, Plan) else None
+    if isinstance(answer, Plan):
+        return answer.kernel, answer.cause
+    return NOT_FUSED, str(answer.numbers.get("cause", ""))
 
 
 def _ranges(site: SiteReport, settings: FusionSettings) -> tuple[KernelRange, ...]:
-    """The kernels of a fused site by its rows, from 1 to MOST_TOKENS and on."""
-    if not site.fused:
+    """The kernels of a site by its rows, from 1 to MOST_TOKENS and on."""
+    if not chooses(site):
         return ()
 
     def at(rows: int) -> tuple[str, str]:
-        plan = _plan(site, rows, settings)
-        return ("", "") if plan is None else (plan.kernel, plan.cause)
+        return _plan(site, rows, settings)
 
     found: list[KernelRange] = []
     first = low = 1
@@ -168,7 +178,7 @@ def _ranges(site: SiteReport, settings: FusionSettings) -> tuple[KernelRange, ..
 
 def saving(rows: Sequence[Row], tokens: Tokens, arch: str) -> Saving:
     """Estimate what a step with so many tokens saves: the sites times what one was measured to save."""
-    fused = [row for row in rows if row.group.site.fused]
+    fused = [row for row in rows if row.kernels[tokens] not in ("", NOT_FUSED)]
     fast = [row for row in fused if row.kernels[tokens] != UNFUSED]
     if not fast:
         why = "the unfused path runs, which saves nothing" if fused else "no site is fused"

@@ -83,15 +83,20 @@ def test_a_module_class_with_dynamic_tokens(model: str) -> None:
     assert [(part["first"], part["last"]) for part in site["ranges"]] == [(1, 32), (33, None)]
 
 
-def test_a_target_without_measurements_is_said_to_have_none(model: str, tmp_path: Path) -> None:
-    text = explain(f"{model}:build", "--tokens", "1", "--save", str(tmp_path / "report"))
+def test_a_target_fuses_few_tokens_and_leaves_many_as_they_are(
+    model: str, tmp_path: Path
+) -> None:
+    text = explain(f"{model}:build", "--tokens", "1,512", "--save", str(tmp_path / "report"))
     assert "users_model.py:17" in (tmp_path / "report" / "index.html").read_text("utf-8")
     assert "all_reduce" in (tmp_path / "report" / "before.txt").read_text("utf-8")
     refused = explain(f"{model}:build", "--tokens", "1", "--save", str(tmp_path), status=2)
     assert str(tmp_path) in refused
-    assert "1 of 1 site rewritten, running the unfused path" in text
-    assert "unfused: nothing was measured for sm_90 and this size" in text
-    assert "nothing was measured for this target (sm_90)" in text
+    assert "1 of 1 sites fused, some numbers of tokens left as they are" in text
+    assert "not_faster" in text
+    ranges = "one-shot over symmetric memory up to 18; not fused from 19 on"
+    assert ranges in " ".join(text.split())
+    assert "not fused: our kernels are known to be faster up to 18 tokens only" in text
+    assert "nothing was measured for sm_90" in text
 
 
 def test_a_site_that_is_not_fused_has_its_reason_and_remedy(model: str) -> None:

@@ -36,12 +36,14 @@ ROW = Row(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "arch"),
-    [("auto", "sm_80"), ("auto", "gfx942")]
-    + [("unfused", arch) for arch in ("cpu", "sm_80", "gfx942")],
+    ("kernel", "arch", "deterministic"),
+    # a sum in rank order is the op's even where no kernel runs
+    [("auto", "sm_80", True), ("auto", "gfx942", True)]
+    + [
+        ("unfused", arch, flag) for arch in ("cpu", "sm_80", "gfx942") for flag in (True, False)
+    ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_was_not_measured_gets_the_unfused_path(
+def test_the_unfused_path_is_planned_where_it_is_asked_for_or_needed(
     kernel: str, arch: str, deterministic: bool
 ) -> None:
     problem = replace(PROBLEM, arch=arch, deterministic=deterministic, hidden_size=63)
@@ -49,6 +51,19 @@ def test_what_was_not_measured_gets_the_unfused_path(
     assert isinstance(plan, Plan)
     assert plan.kernel == "unfused"
     assert re.fullmatch(f"{kernel}-[0-9a-f]{{12}}", plan.digest)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("tokens", [1, None])
+def test_a_graph_stays_as_it_is_where_no_kernel_was_measured(
+    arch: str, tokens: int | None
+) -> None:
+    refusal = select(replace(PROBLEM, arch=arch, tokens=tokens), FusionSettings())
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.NOT_FASTER
+    assert arch in str(refusal.numbers["cause"])
+    assert refusal.numbers.get("tokens") == tokens
+    assert 'kernel="fx_fusion"' in REMEDIES[refusal.reason]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "fx_fusion"])
@@ -72,11 +87,9 @@ def test_a_cpu_site_runs_over_shared_memory(
 
 def test_a_row_that_fits_no_slot_and_a_machine_without_compiler_say_so() -> None:
     wide = select(replace(PROBLEM, arch="cpu", hidden_size=2**20), FusionSettings())
-    assert isinstance(wide, Plan)
-    assert (wide.kernel, wide.cause) == (
-        "unfused",
-        "a row of 1048576 elements doesn't fit a slot",
-    )
+    assert isinstance(wide, Refusal)
+    assert wide.reason is Reason.NOT_FASTER
+    assert wide.numbers["cause"] == "a row of 1048576 elements doesn't fit a slot"
     bare = replace(PROBLEM, arch="cpu", local_cause="no C++ compiler was found")
     plan = select(bare, FusionSettings())
     assert isinstance(plan, Plan)

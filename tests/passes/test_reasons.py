@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion import Target
 from fx_fusion.report import REMEDIES, FusionReport, Reason
 from fx_fusion.testing import fake_group, graph_snapshot
 
@@ -199,6 +200,11 @@ def switched_off(x: torch.Tensor) -> Any:
 
 @provokes(Reason.KERNEL_UNAVAILABLE, X, numbers={"kernel": "flashinfer"}, kernel="flashinfer")
 def kernel_that_cannot(x: torch.Tensor) -> Any:
+    return norm(all_reduce(x))
+
+
+@provokes(Reason.NOT_FASTER, X, numbers={"arch": "gfx90a"}, target=Target(arch="gfx90a"))
+def on_a_gpu_that_was_not_measured(x: torch.Tensor) -> Any:
     return norm(all_reduce(x))
 
 

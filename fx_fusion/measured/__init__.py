@@ -34,7 +34,8 @@ class Cell:
         hidden_size: Elements of the last dimension.
         tokens: Rows.
         fused: Microseconds a call of the fused op.
-        unfused: Microseconds a call of the same function compiled by Inductor alone.
+        unfused: Microseconds a call of the same function compiled by Inductor alone; on GPUs
+            over NCCL, and both in CUDA graphs.
         machine: What it was measured on; `cores` how many cores all ranks shared.
         cores: See `machine`.
         torch: torch's version.
@@ -63,8 +64,10 @@ class Cell:
     @property
     def conditions(self) -> str:
         """Where and when it was measured, in words."""
-        cores = f"{self.cores} core{'' if self.cores == 1 else 's'}"
-        return f"{self.machine}, {cores} shared by {self.world_size} ranks, torch {self.torch}, {self.date}"
+        how = f"{self.cores} core{'' if self.cores == 1 else 's'} shared by {self.world_size} ranks"
+        if self.arch != "cpu":
+            how = f"{self.world_size} ranks, CUDA graphs, over NCCL"
+        return f"{self.machine}, {how}, torch {self.torch}, {self.date}"
 
 
 @dataclass(frozen=True)

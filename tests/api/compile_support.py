@@ -16,7 +16,7 @@ from fx_fusion.passes import pipeline
 
 HIDDEN = 32
 #: Inductor's options under which C++ compiles sooner: no vector code, no trial of it.
-QUICK = {"cpp.vec_isa_ok": False}
+QUICK: dict[str, Any] = {"cpp.vec_isa_ok": False}
 FUSED_OP = "fx_fusion.all_reduce_add_rms_norm.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
 

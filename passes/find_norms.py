@@ -6,6 +6,7 @@ over weight and casts:
     hidden -> [convert fp32] -> pow(., 2) | mul(., .) -> mean -> add(eps) -> rsqrt | pow(-0.5) | sqrt
     mul(hidden32, root) | div(hidden32, sqrt) -> [convert] -> [mul weight] -> [convert]
 
+A mean without keepdim is followed by an unsqueeze, at once or behind the root.
 `aten._fused_rms_norm`, `aten.rms_norm` and the ops registered by `register_rms_norm` are found
 as they are. Reads only. A norm over other dims or without upcast is found too: judging it is
 `judge`'s job.
@@ -65,6 +66,11 @@ def _from_root(root: fx.Node) -> Norm | None:
     statistic = _statistic(root.args[0])
     if statistic is None:
         return None
+    if not statistic.kept:
+        column = next((user for user in root.users if _is_column_of(user, root)), None)
+        if column is None:
+            return None
+        statistic, root = replace(statistic, chain=(*statistic.chain, root)), column
     if reciprocal == "sqrt":
         scaled = _scaled_by(statistic.upcast, statistic.hidden, root, nodes.DIVS)
         if scaled is None:
@@ -120,7 +126,7 @@ def _inverse_of(root: fx.Node) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class _Statistic:
-    """mean(hidden^2) + eps, and the nodes that compute it."""
+    """mean(hidden^2) + eps, and the nodes that compute it; `kept` if as a column, [..., 1]."""
 
     hidden: fx.Node
     upcast: fx.Node
@@ -129,6 +135,7 @@ class _Statistic:
     eps_node: fx.Node | None
     dims: tuple[int, ...] | None
     dtype: torch.dtype | None
+    kept: bool
 
 
 def _statistic(node: fx.Node) -> _Statistic | None:
@@ -152,10 +159,20 @@ def _statistic(node: fx.Node) -> _Statistic | None:
             assert isinstance(right, (int, float))
             eps = float(right)
         chain.append(mean)
+    column = mean
+    if nodes.is_op(mean, nodes.VIEWS) and isinstance(mean.args[0], fx.Node):
+        mean = mean.args[0]
+        chain.append(mean)
     squares = _mean_of(mean, chain)
     if squares is None:
         return None
-    square, dims = squares
+    square, dims, kept = squares
+    if column is not mean:  # mean(-1).unsqueeze(-1)
+        if kept or not _is_column_of(column, mean):
+            return None
+        kept = True
+    if not squares[2] and dims != (-1,):  # what comes back as the last dim was another
+        return None
     upcast = _square_of(square)
     if upcast is None:
         return None
@@ -166,13 +183,25 @@ def _statistic(node: fx.Node) -> _Statistic | None:
         chain.append(upcast)
     value = nodes.tensor(square)
     dtype = None if value is None else value.dtype
-    return _Statistic(hidden, upcast, tuple(reversed(chain)), eps, eps_node, dims, dtype)
+    return _Statistic(hidden, upcast, tuple(reversed(chain)), eps, eps_node, dims, dtype, kept)
+
+
+def _is_column_of(view: fx.Node, source: fx.Node) -> bool:
+    """True if `view` is `source` with a last dimension of 1, as by `unsqueeze(-1)`."""
+    one, other = nodes.tensor(view), nodes.tensor(source)
+    if not nodes.is_op(view, nodes.VIEWS) or one is None or other is None:
+        return False
+    return (
+        one.ndim == other.ndim + 1
+        and nodes.same_size(one.shape[-1], 1)
+        and all(map(nodes.same_size, one.shape, other.shape))
+    )
 
 
 def _mean_of(
     mean: fx.Node, chain: list[fx.Node]
-) -> tuple[fx.Node, tuple[int, ...] | None] | None:
-    """The node whose mean this is, and over which dims; also spelt sum / hidden size."""
+) -> tuple[fx.Node, tuple[int, ...] | None, bool] | None:
+    """The node whose mean this is, over which dims, and keepdim; also spelt sum / hidden size."""
     if nodes.is_op(mean, aten.mean.dim):
         reduced, dims, keep = _reduction_arguments(mean)
     elif nodes.is_op(mean, nodes.DIVS) and nodes.is_op(mean.args[0], aten.sum.dim_IntList):
@@ -190,9 +219,7 @@ def _mean_of(
         chain.append(total)
     else:
         return None
-    if reduced is None or not keep:
-        return None
-    return reduced, dims
+    return None if reduced is None else (reduced, dims, keep)
 
 
 def _reduction_arguments(

@@ -99,6 +99,27 @@ def sum_over_size(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return w * (y * torch.rsqrt(mean + EPS)).to(h.dtype)
 
 
+@norm_case("a mean without keepdim, its dimension put back at once")
+def mean_then_unsqueeze(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = h.float()
+    mean = y.pow(2).mean(-1).unsqueeze(-1)
+    return w * (y * torch.rsqrt(mean + EPS)).to(h.dtype)
+
+
+@norm_case("a mean without keepdim, its dimension put back behind the root")
+def root_then_unsqueeze(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = h.float()
+    root = torch.rsqrt(y.pow(2).mean(-1) + EPS)
+    return w * (y * root[..., None]).to(h.dtype)
+
+
+@norm_case("a division by a root without keepdim")
+def divided_by_viewed_root(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = h.float()
+    root = torch.sqrt((y * y).sum(-1) / HIDDEN + EPS)
+    return w * (y / root.unsqueeze(-1)).to(h.dtype)
+
+
 @norm_case("pytorch#159317: the default eps is fp32's, whatever the dtype")
 def default_eps(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(h, (HIDDEN,), w)

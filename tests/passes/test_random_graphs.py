@@ -38,6 +38,7 @@ WRITTEN: Final = {**SCALARS, **SPELLINGS, **CROSSED, **OPAQUE, **ORDER, **SHAPES
 ELSEWHERE: Final = {
     Reason.DEVICE: "two ranks on one kind of device, all tensors on it",
     Reason.GROUP_IS_NODE: "tracing bakes the group's name",
+    Reason.NOT_FASTER: "a plan for a GPU; on the CPU our kernel takes every size",
     Reason.INTERNAL_ERROR: "given by the pass around fuse_graph, which mustn't fail here",
 }
 

@@ -21,6 +21,10 @@ _RECIPROCALS: Final = get_args(Reciprocal)
 _check_value: Final = cast(Any, torch)._check_value
 
 
+#: Bytes to whose multiples the GPU kernels' tensors are aligned.
+ALIGNMENT: Final = 16
+
+
 class Arguments(NamedTuple):
     """The op's arguments, in the order and with the defaults of its schema.
 
@@ -178,3 +182,17 @@ def result_dtypes(arguments: Arguments) -> tuple[torch.dtype, torch.dtype]:
         if tensor is not None:
             hidden = torch.promote_types(hidden, tensor.dtype)
     return arguments.out_dtype or hidden, hidden
+
+
+def is_aligned(tensor: torch.Tensor | None) -> bool:
+    """True if it begins at a multiple of 16 bytes, as the GPU kernels read; True for None."""
+    return tensor is None or tensor.data_ptr() % ALIGNMENT == 0
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it isn't contiguous or doesn't begin at a multiple of 16 bytes.
+
+    Layout is a local fact, so it may cost a copy but may not choose another path.
+    """
+    tensor = tensor.contiguous()
+    return tensor if is_aligned(tensor) else tensor.clone()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,11 +20,11 @@ from fx_fusion.errors import CaptureError
 from fx_fusion.lowering import aiter_backend, flashinfer_backend, gpu_driver
 from fx_fusion.lowering.agreement import CANNOT, agree
 from fx_fusion.lowering.arch import device_arch
-from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.arguments import Arguments, Results, aligned
+from fx_fusion.lowering.own_thread import in_own_thread
 from fx_fusion.lowering.site_form import form_of
 
 log = logging.getLogger(__name__)
-_ALIGNMENT: Final = 16
 #: Each is a module with `cause`, `algorithm`, `facts`, `kind_of`, `make`, `call` and
 #: `close`.
 LIBRARIES: Final[Mapping[str, Any]] = {
@@ -114,14 +114,14 @@ def run(arguments: Arguments, group: dist.ProcessGroup, library: str) -> Results
 def _call(arguments: Arguments, memory: Memory, backend: Any, algorithm: str) -> Results:
     x = arguments.x
     hidden_size = x.shape[-1]
-    rows = _aligned(x).view(-1, hidden_size)
+    rows = aligned(x).view(-1, hidden_size)
     residual, weight = arguments.residual, arguments.weight
     given = (
         rows,
         rows.new_zeros(rows.shape)
         if residual is None
-        else _aligned(residual).view(-1, hidden_size),
-        rows.new_ones(hidden_size) if weight is None else _aligned(weight),
+        else aligned(residual).view(-1, hidden_size),
+        rows.new_ones(hidden_size) if weight is None else aligned(weight),
     )
     norm, hidden = torch.empty_like(rows), torch.empty_like(rows)
     with memory.lock:
@@ -147,12 +147,6 @@ def _call(arguments: Arguments, memory: Memory, backend: Any, algorithm: str) ->
     )
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it isn't contiguous or doesn't begin at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
-
-
 def memory_of(
     library: str, group: dist.ProcessGroup, device: torch.device, kind: str
 ) -> Memory:
@@ -168,7 +162,7 @@ def memory_of(
             " rank before the capture."
         )
     with _making:
-        made = _in_thread(lambda: _make(LIBRARIES[library], group, device, kind))
+        made = in_own_thread(lambda: _make(LIBRARIES[library], group, device, kind))
     _memories[key] = made
     if made.refusal and group.rank() == 0:
         log.warning(
@@ -203,25 +197,6 @@ def _make(backend: Any, group: dist.ProcessGroup, device: torch.device, kind: st
     if refusal:
         return Memory(group, device, refusal)
     return Memory(group, device, release=facts["release"], made=made)
-
-
-def _in_thread(make: Callable[[], Memory]) -> Memory:
-    """Make it in a thread of its own: memory pools of graphs are routed to by thread."""
-    results: list[Memory] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(make())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="fx_fusion foreign memory")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _first_line(error: Exception) -> str:

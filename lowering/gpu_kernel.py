@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from fx_fusion.lowering import gpu_build, gpu_driver
-from fx_fusion.lowering.arguments import Arguments, Results, result_dtypes
+from fx_fusion.lowering.arguments import Arguments, Results, aligned, result_dtypes
 from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_layout import (
     MAX_WORLD_SIZE,
@@ -33,7 +33,6 @@ from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 _CALL: Final = struct.Struct("=10Q2i2f")
 _HIDDEN: Final = struct.Struct("=3if")
 _WORKSPACE: Final = struct.Struct(f"=iI4Q{MAX_WORLD_SIZE}Q")
-_ALIGNMENT: Final = 16
 
 
 class Launchable(Protocol):
@@ -186,9 +185,9 @@ def submit(
         scale_dtype: What a scale on the GPU is rounded to first.
         results: Where to write, contiguous and aligned to 16 bytes; None for new tensors.
     """
-    x = _aligned(arguments.x)
+    x = aligned(arguments.x)
     residual, weight, bias = (
-        None if value is None else _aligned(value)
+        None if value is None else aligned(value)
         for value in (arguments.residual, arguments.weight, arguments.bias)
     )
     results = empty_results(arguments) if results is None else results
@@ -309,15 +308,6 @@ def empty_results(arguments: Arguments) -> Results:
         x.new_empty(shape if arguments.want_reduced else (0,)),
         x.new_empty((*shape[:-1], 1) if arguments.want_rstd else (0,), dtype=torch.float32),
     )
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it isn't contiguous or doesn't begin at a multiple of 16 bytes.
-
-    Layout is a local fact, so it may cost a copy but may not choose another path.
-    """
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def _array(tensor: torch.Tensor | None, row: int) -> tuple[int, int]:

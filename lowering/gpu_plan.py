@@ -7,12 +7,11 @@ else; a mismatch raises on all ranks and names them.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import torch.distributed as dist
 
 from fx_fusion.lowering.agreement import PLAN, agree
+from fx_fusion.lowering.own_thread import in_own_thread
 
 _agreed: dict[tuple[str, str], dist.ProcessGroup] = {}
 
@@ -37,24 +36,11 @@ def agree_on_plan(group: dist.ProcessGroup, device: torch.device, plan: str) -> 
     if dist.get_backend(group) != "fake":
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        _in_thread(group, device, plan)
-    _agreed[key] = group
 
-
-def _in_thread(group: dist.ProcessGroup, device: torch.device, plan: str) -> None:
-    """Meet in a thread of its own: memory pools of graphs are routed to by thread."""
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
+        def meet() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             agree(group, {PLAN: plan}, equal=(PLAN,))
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=work, name="fx_fusion plan")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+        in_own_thread(meet)
+    _agreed[key] = group

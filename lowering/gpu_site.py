@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fx_fusion import compat
 from fx_fusion.lowering import dispatch, gpu_driver, gpu_kernel
-from fx_fusion.lowering.arguments import Arguments, Results, result_dtypes
+from fx_fusion.lowering.arguments import Arguments, Results, is_aligned, result_dtypes
 from fx_fusion.lowering.gpu_launch import (
     Call,
     Kernel,
@@ -36,7 +36,6 @@ from fx_fusion.lowering.site_call import Number, Tensor, arguments_of, copy_resu
 
 #: Numbers of rows whose launches a site keeps; calls with more of them cost what they cost now.
 MOST_CALLS: Final = 1024
-_ALIGNMENT: Final = 16
 
 
 def gpu_site(**constants: Any) -> Any:
@@ -129,7 +128,7 @@ class GpuSite:
             self._group, self._workspace = group, workspace
         with workspace.lock:
             workspace.order(stream)
-            if all(map(_is_aligned, results)):
+            if all(map(is_aligned, results)):
                 gpu_kernel.enqueue(arguments, workspace, stream, algorithm, results)
             else:
                 made = gpu_kernel.enqueue(arguments, workspace, stream, algorithm)
@@ -202,10 +201,6 @@ class GpuSite:
         if status < 0:
             raise gpu_driver.DriverError(f"cuLaunchKernelEx failed with error {-status}")
         return bool(status == 0)
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    return tensor is None or tensor.data_ptr() % _ALIGNMENT == 0
 
 
 def _strides(arguments: Arguments) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE, Layout, layout
 from fx_fusion.lowering.gpu_select import AMD_ARCHS, gpu_takes
+from fx_fusion.lowering.own_thread import in_own_thread
 from fx_fusion.lowering.runtime_compiler import BuildError
 
 log = logging.getLogger(__name__)
@@ -160,6 +162,8 @@ class GpuWorkspace:
         self._memory = self._handle = None
 
 
+Workspace = TypeVar("Workspace", bound=GpuWorkspace)
+
 _workspaces: dict[tuple[str, int], GpuWorkspace] = {}
 _making: Final = threading.Lock()
 
@@ -167,26 +171,53 @@ _making: Final = threading.Lock()
 def gpu_workspace(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
     """The workspace of a group on a device. Made on first use, which is collective.
 
-    Keyed by the group itself: a name is used again after destroy and init.
-
     Raises:
         CaptureError: It isn't made yet, and a graph is being captured.
         PlanMismatchError: The ranks disagree about sources or versions.
     """
+    return known_or_made(_workspaces, _making, _make, group, device)
+
+
+def known_or_made(
+    known: dict[tuple[str, int], Workspace],
+    making: threading.Lock,
+    make: Callable[[dist.ProcessGroup, torch.device], Workspace],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Workspace:
+    """A group's workspace of one kind on a device; `make` is called on first use, on all ranks.
+
+    Keyed by the group itself: a name is used again after destroy and init.
+
+    Args:
+        known: Those of this kind, to which a new one is added.
+        making: Held while one is made.
+        make: Makes one, in a thread of its own in which the device is the current one.
+        group: The process group.
+        device: The GPU.
+
+    Raises:
+        CaptureError: It isn't made yet, and a graph is being captured.
+    """
     index = device.index if device.index is not None else torch.cuda.current_device()
     key = (group.group_name, index)
-    known = _workspaces.get(key)
-    if known is not None and known.group is group:
-        return known
+    found = known.get(key)
+    if found is not None and found.group is group:
+        return found
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             f"The first fused call of group {group.group_name!r} came while a CUDA graph was"
             " being captured, where its memory can't be made; call"
             " fx_fusion.prepare(group) on every rank before the capture."
         )
-    with _making:
-        made = _in_thread(group, torch.device("cuda", index))
-    _workspaces[key] = made
+
+    def on_device() -> Workspace:
+        with torch.cuda.device(index):
+            return make(group, torch.device("cuda", index))
+
+    with making:
+        made = in_own_thread(on_device)
+    known[key] = made
     if made.refusal and group.rank() == 0:
         path = "a kernel in Triton or the unfused path" if made.lacks_compiler else UNFUSED_PATH
         log.warning(
@@ -196,26 +227,6 @@ def gpu_workspace(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspac
             made.refusal,
         )
     return made
-
-
-def _in_thread(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:
-    """Make it in a thread of its own: memory pools of graphs are routed to by thread."""
-    results: list[GpuWorkspace] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with torch.cuda.device(device):
-                results.append(_make(group, device))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="fx_fusion workspace")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> GpuWorkspace:

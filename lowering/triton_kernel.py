@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from fx_fusion.lowering import triton_build
-from fx_fusion.lowering.arguments import Arguments, Results
-from fx_fusion.lowering.gpu_kernel import _aligned, _scalar, empty_results, variant_key
+from fx_fusion.lowering.arguments import Arguments, Results, aligned
+from fx_fusion.lowering.gpu_kernel import _scalar, empty_results, variant_key
 from fx_fusion.lowering.gpu_variant import bias_out_dtype
 from fx_fusion.lowering.triton_layout import region_of
 from fx_fusion.lowering.triton_workspace import TritonWorkspace
@@ -107,8 +107,8 @@ def _operands(
         arguments.scale, arguments.scale_tensor, bias_out_dtype(arguments)
     )
     inputs = (arguments.residual, arguments.weight, arguments.bias)
-    tensors: list[torch.Tensor | None] = [_aligned(arguments.x)]
-    tensors += [None if value is None else _aligned(value) for value in inputs]
+    tensors: list[torch.Tensor | None] = [aligned(arguments.x)]
+    tensors += [None if value is None else aligned(value) for value in inputs]
     tensors += [eps_tensor, scale_tensor]
     tensors += [value if value.numel() else None for value in results]
     return tensors, (float(eps), float(scale)), results

@@ -8,10 +8,8 @@ and all take the unfused path. `triton_layout` gives its size.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -19,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from fx_fusion.errors import CaptureError
 from fx_fusion.lowering import triton_build
 from fx_fusion.lowering.agreement import CANNOT, agree
 from fx_fusion.lowering.arch import device_arch
@@ -27,16 +24,14 @@ from fx_fusion.lowering.gpu_layout import MAX_WORLD_SIZE
 from fx_fusion.lowering.gpu_workspace import (
     _HOST_WORDS,
     _OVERLAPPING,
-    UNFUSED_PATH,
     GpuWorkspace,
     _differences,
     _first_line,
     _host,
     _timeout_seconds,
+    known_or_made,
 )
 from fx_fusion.lowering.triton_layout import layout
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -79,29 +74,7 @@ def triton_workspace(group: dist.ProcessGroup, device: torch.device) -> TritonWo
         CaptureError: It isn't made yet, and a graph is being captured.
         PlanMismatchError: The ranks disagree about sources or versions.
     """
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    key = (group.group_name, index)
-    known = _workspaces.get(key)
-    if known is not None and known.group is group:
-        return known
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"The first fused call of group {group.group_name!r} came while a CUDA graph was"
-            " being captured, where its memory can't be made; call"
-            " fx_fusion.prepare(group) on every rank before the capture."
-        )
-    # In a thread of its own: memory pools of graphs are routed to by thread.
-    with _making, ThreadPoolExecutor(1) as thread:
-        made = thread.submit(_make, group, torch.device("cuda", index)).result()
-    _workspaces[key] = made
-    if made.refusal and group.rank() == 0:
-        log.warning(
-            "fx_fusion: group %s takes %s on all ranks: %s",
-            group.group_name,
-            UNFUSED_PATH,
-            made.refusal,
-        )
-    return made
+    return known_or_made(_workspaces, _making, _make, group, device)
 
 
 def close(group: dist.ProcessGroup, device: torch.device, *, also_later: bool) -> None:
@@ -122,42 +95,41 @@ def close(group: dist.ProcessGroup, device: torch.device, *, also_later: bool) -
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> TritonWorkspace:
-    with torch.cuda.device(device):
-        size = group.size()
-        if not 2 <= size <= MAX_WORLD_SIZE:
-            text = f"the Triton kernel takes 2 to {MAX_WORLD_SIZE} ranks, not {size}"
-            return TritonWorkspace(group, device, text)
-        facts = _facts(group, device)
-        agreement = agree(group, facts, equal=("source", "triton", "torch", "bytes"))
-        refusal = agreement.refusal or _differences(agreement.facts)
-        devices = [(other["host"], other["uuid"]) for other in agreement.facts]
-        sharers = max(devices.count(one) for one in devices)
-        if sharers > 1 and os.environ.get(_OVERLAPPING) != "1":
-            refusal = refusal or f"{sharers} ranks share a GPU ({_OVERLAPPING}=1 allows it)"
-        if refusal:
-            return TritonWorkspace(group, device, refusal)
-        share = max(1, agreement.smallest("multiprocessors") // sharers)
-        workspace = TritonWorkspace(
-            group,
-            device,
-            arch=facts["arch"],
-            multiprocessors=share,
-            sharers=sharers,
-            # other kernels of ranks that share a GPU must find a place beside those that wait
-            block_limit=max(8, share // 2) if sharers > 1 else 0,
-            timeout_nanoseconds=int(_timeout_seconds(group, device) * 1e9),
-            machine=triton_build.machine_of(facts["arch"]),
-        )
-        cause = ""
-        try:
-            _share(workspace)
-        except Exception as error:  # whatever torch raises, the other ranks have to hear of it
-            cause = f"sharing memory failed: {_first_line(error)}"
-        # Every rank's memory is filled before any rank goes on.
-        shared = agree(group, {CANNOT: cause}, equal=())
-        if shared.refusal:
-            return TritonWorkspace(group, device, shared.refusal)
-        return workspace
+    size = group.size()
+    if not 2 <= size <= MAX_WORLD_SIZE:
+        text = f"the Triton kernel takes 2 to {MAX_WORLD_SIZE} ranks, not {size}"
+        return TritonWorkspace(group, device, text)
+    facts = _facts(group, device)
+    agreement = agree(group, facts, equal=("source", "triton", "torch", "bytes"))
+    refusal = agreement.refusal or _differences(agreement.facts)
+    devices = [(other["host"], other["uuid"]) for other in agreement.facts]
+    sharers = max(devices.count(one) for one in devices)
+    if sharers > 1 and os.environ.get(_OVERLAPPING) != "1":
+        refusal = refusal or f"{sharers} ranks share a GPU ({_OVERLAPPING}=1 allows it)"
+    if refusal:
+        return TritonWorkspace(group, device, refusal)
+    share = max(1, agreement.smallest("multiprocessors") // sharers)
+    workspace = TritonWorkspace(
+        group,
+        device,
+        arch=facts["arch"],
+        multiprocessors=share,
+        sharers=sharers,
+        # other kernels of ranks that share a GPU must find a place beside those that wait
+        block_limit=max(8, share // 2) if sharers > 1 else 0,
+        timeout_nanoseconds=int(_timeout_seconds(group, device) * 1e9),
+        machine=triton_build.machine_of(facts["arch"]),
+    )
+    cause = ""
+    try:
+        _share(workspace)
+    except Exception as error:  # whatever torch raises, the other ranks have to hear of it
+        cause = f"sharing memory failed: {_first_line(error)}"
+    # Every rank's memory is filled before any rank goes on.
+    shared = agree(group, {CANNOT: cause}, equal=())
+    if shared.refusal:
+        return TritonWorkspace(group, device, shared.refusal)
+    return workspace
 
 
 def _facts(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

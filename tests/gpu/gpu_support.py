@@ -200,8 +200,10 @@ def warm_up(forms: Sequence[Form], workspace: GpuWorkspace) -> None:
     dist.barrier(workspace.group)
 
 
-def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
-    """The group's workspace, made now."""
+def workspace_of(
+    group: dist.ProcessGroup | None = None, forms: Sequence[Form] = FORMS
+) -> GpuWorkspace:
+    """The group's workspace, made now, with the kernels of these forms."""
     chosen = group or dist.group.WORLD
     assert chosen is not None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -211,8 +213,10 @@ def workspace_of(group: dist.ProcessGroup | None = None) -> GpuWorkspace:
     if not workspace.launchers:
         workspace.timeout_nanoseconds = 20_000_000_000  # a hang is to end the test soon
         if workspace.sharers > 1:
-            workspace.block_limit = max(8, workspace.multiprocessors // 2)
-        warm_up(FORMS, workspace)
+            # all ranks' blocks have to fit at once, of 16 too
+            few = 2 if workspace.group.size() <= 8 else workspace.group.size()
+            workspace.block_limit = max(8, workspace.multiprocessors // few)
+        warm_up(forms, workspace)
     return workspace
 
 

@@ -57,6 +57,8 @@ def test_ranks(ranks: list[dict[str, list[str]]], name: str) -> None:
     ("job", "world_size"),
     [
         (gpu_jobs.several_groups, 4),
+        (gpu_jobs.few_tokens, 16),
+        (gpu_jobs.many_replays, 2),
         (gpu_jobs.large_calls, 2),
         (gpu_jobs.large_calls, 4),
         (gpu_failure_jobs.capture_before_prepare, 2),
@@ -68,7 +70,7 @@ def test_ranks(ranks: list[dict[str, list[str]]], name: str) -> None:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_job(job: Any, world_size: int, side_by_side: None) -> None:
-    assert spawn(job, world_size, device="cuda", timeout=120) == [[]] * world_size
+    assert spawn(job, world_size, device="cuda", timeout=240) == [[]] * world_size
 
 
 def killed_peer(rank: int, folder: str) -> None:

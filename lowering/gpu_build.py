@@ -14,7 +14,8 @@ import importlib.resources
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 
 from fx_fusion.lowering.cpu_build import cache_folder
 from fx_fusion.lowering.gpu_variant import Variant
-from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, RuntimeCompiler
+from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, BuildError, RuntimeCompiler
 
 
 class Kernel(NamedTuple):
@@ -86,6 +87,27 @@ def machine_code(variant: Variant, arch: str) -> bytes:
     with contextlib.suppress(OSError):  # a read-only or full disk only costs time
         _write(target, code)
     return code
+
+
+def compile_ahead(variants: Collection[Variant], arch: str, threads: int) -> None:
+    """Put variants into the cache, several at a time; those that are there cost nothing.
+
+    What can't be compiled or written is left to `machine_code`, which says why.
+
+    Args:
+        variants: Which.
+        arch: As in `machine_code`.
+        threads: How many at a time; the compiler doesn't hold Python's lock.
+    """
+    if threads < 2 or len(variants) < 2:
+        return
+
+    def cached(variant: Variant) -> None:
+        with contextlib.suppress(BuildError):
+            machine_code(variant, arch)
+
+    with ThreadPoolExecutor(min(threads, len(variants))) as pool:
+        list(pool.map(cached, variants))
 
 
 def compile_variant(variant: Variant, arch: str) -> Build:

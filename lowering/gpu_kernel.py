@@ -8,9 +8,8 @@ adding up the squares). A row's bits depend on nothing but the row.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -25,7 +24,13 @@ from fx_fusion.lowering.gpu_layout import (
     rows_per_launch,
     vectors_of,
 )
-from fx_fusion.lowering.gpu_variant import bias_out_dtype, has_scale, spread_of, variant_of
+from fx_fusion.lowering.gpu_variant import (
+    Variant,
+    bias_out_dtype,
+    has_scale,
+    spread_of,
+    variant_of,
+)
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 
 #: `Params` of the kernel: what changes from call to call, what the hidden size gives, what the
@@ -224,26 +229,35 @@ def launches(
     most = rows_per_launch(x.shape[-1], x.element_size(), arguments.world_size, algorithm)
     counts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
     return [
-        (_launcher(arguments, count, workspace, algorithm), first, count)
+        (launcher_for(arguments, count, workspace, algorithm), first, count)
         for first, count in counts
     ]
 
 
-def _launcher(
+def variant_for(
+    arguments: Arguments, rows: int, workspace: GpuWorkspace, algorithm: str
+) -> Variant:
+    """What a launch of so many rows of a call runs."""
+    return variant_of(arguments, _spread(arguments, rows, workspace, algorithm), algorithm)
+
+
+def launcher_for(
     arguments: Arguments, rows: int, workspace: GpuWorkspace, algorithm: str = "one-shot"
 ) -> Launcher:
-    shape = spread_of(
-        arguments,
-        rows,
-        workspace.multiprocessors,
-        has_programmatic_launch(workspace.arch),
-        algorithm,
-    )
+    """The variant of a launch of so many rows of a call, loaded; compiled if need be."""
+    shape = _spread(arguments, rows, workspace, algorithm)
     key = (algorithm, shape, *variant_key(arguments))
     launcher: Launcher | None = workspace.launchers.get(key)
     if launcher is None:
         launcher = workspace.launchers[key] = Launcher(arguments, shape, workspace, algorithm)
     return launcher
+
+
+def _spread(
+    arguments: Arguments, rows: int, workspace: GpuWorkspace, algorithm: str
+) -> Geometry:
+    clusters = has_programmatic_launch(workspace.arch)
+    return spread_of(arguments, rows, workspace.multiprocessors, clusters, algorithm)
 
 
 def variant_key(arguments: Arguments) -> tuple[Any, ...]:
@@ -258,43 +272,6 @@ def variant_key(arguments: Arguments) -> tuple[Any, ...]:
         has_scale(arguments),
         arguments[10:19],  # from add_dtype to want_rstd
     )
-
-
-def load_usual_variants(
-    workspace: GpuWorkspace, max_tokens: int, hidden_size: int, dtype: torch.dtype
-) -> None:
-    """Compile and load the kernels of the common sites: residual and weight of x's dtype.
-
-    That is with the norm cast before the weight or after, and with or without the new residual,
-    for every spread of a row that up to `max_tokens` tokens get.
-    """
-    size = workspace.group.size()
-    algorithms = ("one-shot", "two-shot") if size > 2 else ("one-shot",)
-    for arguments in usual_sites(workspace, hidden_size, dtype):
-        for algorithm in algorithms:
-            most = rows_per_launch(hidden_size, dtype.itemsize, size, algorithm)
-            for rows in range(1, min(max_tokens, most) + 1):
-                _launcher(arguments, rows, workspace, algorithm)
-
-
-def usual_sites(
-    workspace: GpuWorkspace, hidden_size: int, dtype: torch.dtype
-) -> Iterator[Arguments]:
-    """A call of one token of each common site, see `load_usual_variants`."""
-    x = torch.empty(1, hidden_size, dtype=dtype, device=workspace.device)
-    name, size = workspace.group.group_name, workspace.group.size()
-    for norm_dtype, want_residual in itertools.product((dtype, None), (True, False)):
-        yield Arguments(
-            x,
-            x,
-            x[0],
-            None,
-            0.0,
-            name,
-            size,
-            norm_dtype=norm_dtype,
-            want_residual=want_residual,
-        )
 
 
 def empty_results(arguments: Arguments) -> Results:

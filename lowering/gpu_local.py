@@ -25,8 +25,7 @@ from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
 from fx_fusion.lowering.gpu_layout import Geometry, row_segments, vectors_of
 from fx_fusion.lowering.gpu_select import gpu_takes_local
-from fx_fusion.lowering.gpu_variant import spread_of, variant_of
-from fx_fusion.lowering.gpu_workspace import GpuWorkspace
+from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.runtime_compiler import BuildError
 from fx_fusion.lowering.select import kernel_of
 
@@ -129,7 +128,7 @@ def enqueue(
     local = arguments._replace(x=reduced, want_reduced=False)
     rows = reduced.numel() // reduced.shape[-1]
     with machine.lock:
-        launcher = _launcher(local, rows, machine)
+        launcher = launcher_for(local, rows, machine)
         if launcher is None:
             return None
         # The scale is taken in fp32, as the eager lines of the unfused path do.
@@ -137,9 +136,19 @@ def enqueue(
     return results._replace(reduced=reduced) if arguments.want_reduced else results
 
 
-def _launcher(arguments: Arguments, rows: int, machine: Machine) -> LocalLauncher | None:
+def _spread(arguments: Arguments, rows: int, machine: Machine) -> Geometry:
     clusters = has_programmatic_launch(machine.arch)
-    shape = spread_of(arguments, rows, machine.multiprocessors, clusters, "local")
+    return spread_of(arguments, rows, machine.multiprocessors, clusters, "local")
+
+
+def variant_for(arguments: Arguments, rows: int, machine: Machine) -> Variant:
+    """What a call of so many rows runs."""
+    return variant_of(arguments, _spread(arguments, rows, machine), "local")
+
+
+def launcher_for(arguments: Arguments, rows: int, machine: Machine) -> LocalLauncher | None:
+    """The variant of a call of so many rows, loaded; None, with a WARNING, if it can't be."""
+    shape = _spread(arguments, rows, machine)
     key = (shape, *gpu_kernel.variant_key(arguments))
     if key not in machine.launchers:
         try:
@@ -148,19 +157,6 @@ def _launcher(arguments: Arguments, rows: int, machine: Machine) -> LocalLaunche
             machine.launchers[key] = None
             log.warning("fx_fusion: add and norm run on torch's own kernels: %s", error)
     return machine.launchers[key]
-
-
-def load_usual_variants(
-    workspace: GpuWorkspace, max_tokens: int, hidden_size: int, dtype: torch.dtype
-) -> None:
-    """Compile and load what the common sites need; see `gpu_kernel.load_usual_variants`."""
-    machine = machine_of(workspace.device.index)
-    if machine is None or not gpu_takes_local("auto", machine.arch, hidden_size):
-        return
-    for arguments in gpu_kernel.usual_sites(workspace, hidden_size, dtype):
-        for rows in range(1, min(max_tokens, machine.multiprocessors) + 1):
-            _launcher(arguments, rows, machine)
-        _launcher(arguments, max_tokens, machine)
 
 
 @functools.cache

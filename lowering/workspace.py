@@ -75,10 +75,9 @@ def prepare(
         workspace.block_limit = block_limit or 0
         workspace.launchers.clear()
     if workspace.usable and hidden_size is not None and max_tokens is not None:
-        from fx_fusion.lowering import gpu_kernel, gpu_local
+        from fx_fusion.lowering.gpu_usual import load_usual_variants
 
-        gpu_kernel.load_usual_variants(workspace, max_tokens, hidden_size, dtype)
-        gpu_local.load_usual_variants(workspace, max_tokens, hidden_size, dtype)
+        load_usual_variants(workspace, max_tokens, hidden_size, dtype)
     if workspace.usable:
         torch.cuda.synchronize(where)
         dist.barrier(made)
@@ -94,7 +93,7 @@ def _prepare_triton(
 ) -> bool:
     """The same for the kernel in Triton, which has one variant for any number of tokens."""
     from fx_fusion.lowering import triton_kernel
-    from fx_fusion.lowering.gpu_kernel import usual_sites
+    from fx_fusion.lowering.gpu_usual import usual_sites
     from fx_fusion.lowering.triton_workspace import triton_workspace
 
     workspace = triton_workspace(group, device)

@@ -56,7 +56,7 @@ TOKENS: Final = (1, 8, 32, 64, 128)
 class Row:
     """One candidate at one shape and number of tokens.
 
-    `median`, `low` and `high` are microseconds a step, `host` those until the call returned,
+    `median`, `low` and `high` are microseconds a step, `host` those of the host alone,
     `peak_mib` what a step takes from torch's allocator beyond what was there (MiB), and
     `difference` the output's relative distance from eager's.
     """

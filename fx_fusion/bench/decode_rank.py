@@ -35,6 +35,9 @@ FUSED: Final = "fx_fusion"
 #: What a candidate's name ends with when its step is replayed from a CUDA graph.
 GRAPH: Final = " graph"
 WARM_UP: Final = 3
+#: Steps queued one after the other for the host's time; few enough that the GPU's queue holds
+#: all their kernels and the host never waits for it.
+QUEUED: Final = 10
 #: The baseline takes its one-shot kernel at every size, as ours does; Inductor's own limit is
 #: 128 KiB, above which it calls the process group.
 _ONE_SHOT_OPTIONS: Final = {
@@ -70,7 +73,7 @@ class Measured:
 
     Attributes:
         step: Microseconds of each timed step, from its begin to the end of its last kernel.
-        host: Microseconds until the call returned, for the same steps.
+        host: Microseconds of the host a step, over `QUEUED` steps one after the other.
         compile_seconds: Of the candidate's compilation; 0 for eager.
         peak_mib: The most that torch's allocator gave a step on top of what it held before.
         sites: all_reduces of the graph that were looked at, for fx_fusion.
@@ -355,12 +358,22 @@ def _time(
                 events[0].record()
             start = time.perf_counter()
             step(hidden)
-            host = 1e6 * (time.perf_counter() - start)
-            spent = host
+            spent = host = 1e6 * (time.perf_counter() - start)
             if events:
                 events[1].record()
                 torch.cuda.synchronize()
                 spent = 1e3 * float(events[0].elapsed_time(events[1]))
+                host = _host_time(step, hidden)
             if number >= WARM_UP:
                 measured[name].step.append(spent)
                 measured[name].host.append(host)
+
+
+def _host_time(step: _Step, hidden: torch.Tensor) -> float:
+    """Microseconds a step until the call returns, the GPU's work not waited for."""
+    start = time.perf_counter()
+    for _ in range(QUEUED):
+        step(hidden)
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * spent / QUEUED

@@ -86,6 +86,7 @@ def write_calls(folder: Path, world_size: int) -> list[tuple[torch.Tensor, torch
 def run_package(folder: Path, world_size: int, device: str) -> list[dict[str, Any]]:
     """Run folder/model.pt2 on calls.pt in fresh processes; what each rank found."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # a crash of a rank says where
     environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     words = [str(world_size), str(folder), device]
     ranks = [
@@ -104,7 +105,7 @@ def run_package(folder: Path, world_size: int, device: str) -> list[dict[str, An
         for rank in ranks:
             rank.kill()
     for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
+        assert rank.returncode == 0, f"exit status {rank.returncode}: {output}"
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 

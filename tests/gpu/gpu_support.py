@@ -190,9 +190,9 @@ def warm_up(forms: Sequence[Form], workspace: GpuWorkspace) -> None:
     dist.barrier(workspace.group)
     for variant, (arguments, count) in needed.items():
         if variant.algorithm == "local":
-            assert gpu_local._launcher(arguments, count, machine) is not None
+            assert gpu_local.launcher_for(arguments, count, machine) is not None
         else:
-            gpu_kernel._launcher(arguments, count, workspace, variant.algorithm)
+            gpu_kernel.launcher_for(arguments, count, workspace, variant.algorithm)
     small = [torch.empty(2**19, dtype=torch.uint8, device="cuda") for _ in range(200)]
     large = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del small, large

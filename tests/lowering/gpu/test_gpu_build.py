@@ -92,6 +92,22 @@ def test_machine_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_nvrtc
+def test_variants_are_compiled_ahead_once_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_build, "cache_folder", lambda: tmp_path)
+    variants = [variant()._replace(want_rstd=flag) for flag in (0, 1)]
+    impossible = variant()._replace(world=-1)
+    gpu_build.compile_ahead([*variants, impossible], "sm_90", threads=3)
+    kept = {path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(BuildError):  # still said where it is asked for
+        gpu_build.machine_code(impossible, "sm_90")
+    monkeypatch.setattr(gpu_build, "compile_variant", None)
+    codes = {gpu_build.machine_code(one, "sm_90") for one in variants}
+    assert (codes, len(codes)) == (kept, 2)
+
+
+@needs_nvrtc
 def test_an_error_of_the_compiler_is_shown() -> None:
     with pytest.raises(BuildError, match="size of an array"):
         gpu_build.compile_variant(variant()._replace(world=-1), "sm_90")

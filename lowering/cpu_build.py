@@ -22,6 +22,8 @@ from typing import Any, Final
 
 import torch
 
+from fx_fusion.lowering.cache import cache_folder
+
 _SOURCES: Final = (
     "cpu_block.h",
     "cpu_site.h",
@@ -136,13 +138,6 @@ def cached_library(command: list[str], sources: Sequence[str], prefix: str) -> P
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         return target
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: beside Inductor's own cache."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "fx_fusion"
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from fx_fusion.lowering.cpu_build import cache_folder
+from fx_fusion.lowering.cache import cache_folder
 from fx_fusion.lowering.gpu_variant import Variant
 from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, BuildError, RuntimeCompiler
 

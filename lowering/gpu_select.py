@@ -82,11 +82,12 @@ GPU_LOCAL_PROVEN: Final[frozenset[str]] = frozenset({"sm_90"})
 #: AMD's GPUs that the kernels compile for. None has run them yet, so none is in GPU_PROVEN.
 AMD_ARCHS: Final = ("gfx90a", "gfx942", "gfx950")
 #: Up to how many bytes of x, by world size, one-shot is taken for faster than two-shot where no
-#: row of the table says. Provisional until measured: from the link's 400 GB/s and 3 us for the
-#: second hop, B = 3 us * 400 GB/s / ((W-1) (1 - 2/W)), rounded.
-GPU_ONE_SHOT_BYTES: Final = {3: 2 * 1024 * 1024, 4: 1024 * 1024, 6: 512 * 1024, 8: 256 * 1024}
+#: row of the table says. Provisional until measured: from the link's 400 GB/s and 2 us for the
+#: second hop (a whole one-shot call of one token takes 3.2 us between two H200s),
+#: B = 2 us * 400 GB/s / ((W-1) (1 - 2/W)), rounded to a power of two.
+GPU_ONE_SHOT_BYTES: Final = {3: 1024 * 1024, 4: 512 * 1024, 6: 256 * 1024, 8: 128 * 1024}
 #: The same for more ranks than those.
-GPU_ONE_SHOT_LEAST_BYTES: Final = 128 * 1024
+GPU_ONE_SHOT_LEAST_BYTES: Final = 64 * 1024
 
 
 class GpuLimits(NamedTuple):

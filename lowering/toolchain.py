@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fx_fusion.lowering import cpu_build
+from fx_fusion.lowering.cache import cache_folder
 from fx_fusion.lowering.runtime_compiler import HIPRTC, NVRTC, BuildError, RuntimeCompiler
 
 
@@ -47,4 +48,4 @@ def _version_of(compiler: RuntimeCompiler) -> Found:
 
 def kernel_cache() -> Path:
     """The folder in which compiled kernels are kept; it may not exist yet."""
-    return cpu_build.cache_folder()
+    return cache_folder()

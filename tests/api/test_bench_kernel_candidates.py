@@ -205,6 +205,20 @@ def test_a_sum_rounded_at_each_addition_passes_and_a_slightly_wrong_norm_does_no
     )
 
 
+def test_squares_added_up_in_another_order_pass_in_fp32_and_a_wrong_root_does_not() -> None:
+    given = make_inputs(64, 8192, torch.float32, 0, 2, "cpu")
+    hidden = given.first.hidden
+    squares = hidden.square().view(64, 256, 32)
+    total = torch.zeros(64, 32)
+    for part in squares.unbind(1):  # one after the other, 32 sums side by side
+        total += part
+    for factor in (1.0, 1 + 2e-6):
+        root = factor * torch.rsqrt(total.sum(-1, keepdim=True) / 8192 + 1e-6)
+        norm = hidden * root * given.weight
+        found = difference((norm, hidden), given.first, given.weight, exact=True)
+        assert ("its norm" in found) == (factor != 1.0), found
+
+
 def test_a_candidate_that_one_rank_cannot_capture_is_left_out_on_all() -> None:
     causes = dict.fromkeys(flashinfer.VARIANTS, "it isn't installed")
     names = [name for name in NAMES if name not in FORCED]  # those are of GPUs

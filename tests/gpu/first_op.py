@@ -46,9 +46,6 @@ def main() -> None:
         from fx_fusion.settings import FusionSettings
 
         lap("import fx_fusion and its op")
-        from torch._inductor.runtime import cache_dir_utils  # noqa: F401  it says where compiled kernels are kept
-
-        lap("import of Inductor's folder")
         group = dist.group.WORLD
         assert group is not None
         all_reduce_add_rms_norm(

@@ -54,6 +54,7 @@ __all__ = [
     "mode_names",
     "mode_options",
     "package_metadata",
+    "register_in_place",
     "registered_groups",
     "reset_inductor",
     "run_post_grad_passes",
@@ -142,6 +143,32 @@ def registered_groups() -> dict[Any, Any]:
 
     groups: dict[Any, Any] = _world.pg_map
     return groups
+
+
+def register_in_place(
+    op: object, in_place: object, position: int, check: Callable[[torch.fx.Node], bool]
+) -> bool:
+    """Let Inductor put an op that mutates an argument in place of one that doesn't.
+
+    It does so where nobody reads the argument, or memory that it shares, any more.
+
+    Args:
+        op: The functional op; its argument must never be None, at which Inductor would fail.
+        in_place: The op with the same arguments that mutates the argument.
+        position: The argument's position.
+        check: What a node must satisfy beside that.
+
+    Returns:
+        False where this release of torch has no such table, so that nothing is in place.
+    """
+    try:
+        from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
+
+        table: dict[Any, Any] = inplaceable_ops
+        table[op] = InplaceableOp(in_place, position, extra_check=check)  # type: ignore[arg-type]
+    except (ImportError, TypeError):
+        return False
+    return True
 
 
 def compile_scope() -> object | None:

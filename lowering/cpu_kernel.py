@@ -199,6 +199,18 @@ def run(arguments: Arguments, workspace: CpuWorkspace) -> Results:
     return BoundCall(arguments, workspace).run_arguments(arguments)
 
 
+def run_into(arguments: Arguments, workspace: CpuWorkspace, results: Results) -> None:
+    """Run one site into given results, contiguous; the residual's own memory may be one."""
+    tensors = (arguments.x, arguments.residual, arguments.weight, arguments.bias)
+    eps, scale = arguments.eps_tensor, arguments.scale_tensor
+    BoundCall(arguments, workspace).run_into(
+        None if eps is None else float(eps.item()),
+        None if scale is None else float(scale.item()),
+        *tensors,
+        *results,
+    )
+
+
 def _codes(arguments: Arguments) -> dict[str, int]:
     """The dtypes and forms of a call as the kernel's numbers, step by step."""
     cast = arguments.add_dtype or arguments.x.dtype

@@ -130,13 +130,20 @@ def has_programmatic_launch(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
 
 
-def run(arguments: Arguments, workspace: GpuWorkspace, algorithm: str = "one-shot") -> Results:
-    """Run one call on a kernel; results are new contiguous tensors.
+def run(
+    arguments: Arguments,
+    workspace: GpuWorkspace,
+    algorithm: str = "one-shot",
+    results: Results | None = None,
+) -> Results:
+    """Run one call on a kernel, on the current stream.
 
     Args:
         arguments: The op's.
         workspace: The group's.
         algorithm: "one-shot" or "two-shot", the same on all ranks.
+        results: Where to write, contiguous and aligned to 16 bytes, the residual's memory
+            among it if need be; None for new tensors.
 
     Raises:
         PeerTimeoutError: An earlier call failed, here or in a graph's replay.
@@ -145,11 +152,11 @@ def run(arguments: Arguments, workspace: GpuWorkspace, algorithm: str = "one-sho
     index = arguments.x.device.index
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            return run(arguments, workspace, algorithm)
+            return run(arguments, workspace, algorithm, results)
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     with workspace.lock:
         workspace.order(stream)
-        return enqueue(arguments, workspace, stream, algorithm)
+        return enqueue(arguments, workspace, stream, algorithm, results)
 
 
 def enqueue(

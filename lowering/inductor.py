@@ -13,6 +13,10 @@ A registered lowering makes each site a collective of Inductor's IR. That does t
 
 * Results are Inductor's buffers, planned and used again like its own kernels' results, and
   one that isn't wanted takes no memory. They are allocated empty, and the site mutates them.
+* The hidden state goes where the residual was, if that dies at the site and is no input of the
+  graph. Inductor's own pass for it decides (`reinplace`); see `offer_residuals`:
+
+      site(None, None, buf4, buf1, arg4_1, None, buf5, buf1, None, None)
 
 The C++ wrapper and AOTInductor call the op itself, through the dispatcher.
 """
@@ -23,13 +27,15 @@ from typing import Any, Final, cast
 
 import torch
 from torch._inductor import ir
+from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
+from fx_fusion import compat
 from fx_fusion.lowering.arguments import Results
-from fx_fusion.lowering.ops import all_reduce_add_rms_norm
+from fx_fusion.lowering.ops import all_reduce_add_rms_norm, into_residual, with_residual
 
 _POSITIONAL: Final = ("x", "residual", "weight", "bias", "eps", "group_name", "world_size")
 #: Tensors whose memory a call reads, in its order; then those that stand for a number.
@@ -64,7 +70,11 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         device = tensors["x"].get_device()
         named = {name: value for name, value in constants.items() if name not in _POSITIONAL}
         positional = [{**tensors, **constants}.get(name) for name in _POSITIONAL]
-        given = [*tensors.values(), *(result for result in results if result is not None)]
+        wanted = [result for result in results if result is not None]
+        given = [
+            *tensors.values(),
+            *(one for one in wanted if one is not tensors.get("residual")),
+        ]
         super().__init__(
             _ir.NoneLayout(device=device),
             all_reduce_add_rms_norm,
@@ -74,9 +84,7 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
             lambda *_: (positional, named),
         )
         self.mutation_outputs.extend(
-            _ir.MutationOutput(_ir.NoneLayout(device=device), result, self)
-            for result in results
-            if result is not None
+            _ir.MutationOutput(_ir.NoneLayout(device=device), result, self) for result in wanted
         )
 
     def codegen(self, wrapper: Any) -> None:
@@ -116,17 +124,80 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Register the lowering with Inductor; again and again does no harm."""
+    """Register the lowerings with Inductor; again and again does no harm."""
     if all_reduce_add_rms_norm not in lowerings:
+        register_lowering(into_residual, type_promotion_kind=None)(_lower_in_place)
+        register_lowering(with_residual, type_promotion_kind=None)(_lower)
         register_lowering(all_reduce_add_rms_norm, type_promotion_kind=None)(_lower)
+
+
+def offer_residuals(graph: torch.fx.Graph) -> None:
+    """Let Inductor write hidden states over residuals that die.
+
+    Its table of ops that can be in place holds `with_residual` alone: its pass fails on a site
+    without a residual. So the sites that have one become calls of that op, last of all, as
+    they are shown and searched for by the op's own name.
+    """
+    if not compat.register_in_place(with_residual, into_residual, 1, may_mutate_residual):
+        return
+    for node in graph.find_nodes(op="call_function", target=all_reduce_add_rms_norm):
+        if isinstance(node.args[1], torch.fx.Node) and node.kwargs.get("want_residual"):
+            node.target = with_residual
+
+
+def may_mutate_residual(node: torch.fx.Node) -> bool:
+    """True if the site may write to its residual once nobody else reads that.
+
+    An input of the graph stays as it is, whatever is copied to it later. A residual that the
+    site also reads by another name, its x for one, would change while it is read.
+    """
+    residual, hidden = node.args[1], node.meta["val"][1]
+    assert isinstance(residual, torch.fx.Node)
+    if residual.op in ("placeholder", "get_attr") or residual.meta["val"].dtype != hidden.dtype:
+        return False
+    read = [value for value in (*node.args, *node.kwargs.values()) if value is not residual]
+    others = [value for value in read if isinstance(value, torch.fx.Node)]
+    storage = get_node_storage(residual)
+    once = len(read) == len(node.args) + len(node.kwargs) - 1
+    return once and all(get_node_storage(other) != storage for other in others)
 
 
 def _lower(*args: Any, **kwargs: Any) -> Any:
     """The op's lowering: one site and its four results."""
     if V.graph.cpp_wrapper:
-        results = DispatchedSite.create(all_reduce_add_rms_norm, *args, **kwargs)
-        return pytree.tree_map_only(ir.IRNode, _ir.TensorBox.create, results)
-    arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        return _dispatched(all_reduce_add_rms_norm, *args, **kwargs)
+    return _planned(dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
+
+
+def _lower_in_place(x: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same where the residual may be written to, which then is the second result."""
+    residual = _dense(residual)
+    if not isinstance(residual, _ir.TensorBox):
+        residual = _ir.TensorBox(residual)
+    name = residual.get_name()
+    buffer = V.graph.try_get_buffer(name)
+    is_whole = buffer is not None and V.graph.sizevars.statically_known_equals(
+        buffer.get_numel(), residual.get_numel()
+    )
+    # The graph's nodes rule out inputs, and pieces of something larger needn't be aligned.
+    if not is_whole or name in V.graph.graph_inputs or name in V.graph.constants:
+        return _lower(x, residual, *args, **kwargs)
+    # What reads the old value has to be in front of the site in Inductor's list of operations.
+    V.graph.mark_buffer_mutated(name)
+    if V.graph.cpp_wrapper:
+        results = _dispatched(into_residual, x, residual, *args, **kwargs)
+        return results._replace(residual=residual)
+    given = (x, residual, *args)
+    return _planned(dict(zip(_POSITIONAL, given, strict=False)) | kwargs, residual)
+
+
+def _dispatched(op: Any, *args: Any, **kwargs: Any) -> Results:
+    results = DispatchedSite.create(op, *args, **kwargs)
+    return Results(*pytree.tree_map_only(ir.IRNode, _ir.TensorBox.create, results))
+
+
+def _planned(arguments: dict[str, Any], hidden: Any = None) -> Results:
+    """A site with its results; `hidden` is where the hidden state goes, None for a new buffer."""
     tensors, constants = {}, {}
     for name, value in arguments.items():
         if isinstance(value, ir.IRNode):
@@ -137,18 +208,25 @@ def _lower(*args: Any, **kwargs: Any) -> Any:
     if eps is not None and runs_on_gpu(eps.get_device()):
         tensors["eps_tensor"] = _as_float32(eps)
     x = arguments["x"]
-    results = [
-        empty_strided(
-            _size(name, x, _wanted(name, arguments)), None, dtype=dtype, device=x.get_device()
+    results = Results(
+        *(
+            hidden
+            if name == "residual" and hidden is not None
+            else empty_strided(
+                _size(name, x, _wanted(name, arguments)),
+                None,
+                dtype=dtype,
+                device=x.get_device(),
+            )
+            for name, dtype in zip(_WANTED, _dtypes(), strict=True)
         )
-        for name, dtype in zip(_WANTED, _dtypes(), strict=True)
-    ]
+    )
     planned = tuple(
         result.data if _wanted(name, arguments) else None
         for name, result in zip(_WANTED, results, strict=True)
     )
     PlannedSite(constants, tensors, planned)
-    return Results(*results)
+    return results
 
 
 def runs_on_gpu(device: torch.device) -> bool:

@@ -15,6 +15,11 @@ with torch's own promotion and rounding at each step. Results are contiguous and
 an input or each other; one that isn't wanted is an empty tensor of the dtype it would have
 had. The op is functional and total: any layout, any number of tokens, every mix of dtypes.
 
+Two more ops are for Inductor, which writes the hidden state over a residual that nobody reads any
+more (see `inductor`). `..._with_residual` is the same op with a residual that can't be None;
+`..._in_place` writes the hidden state to the residual, whose dtype must be the hidden state's.
+Its second result is empty, as a result of an op that mutates may not alias an argument.
+
 It raises ValueError for arguments that make no sense, GradientError where autograd would need
 a formula, GroupError for a group that doesn't exist, and WorldSizeError for one of another
 size than the graph was compiled for.
@@ -22,16 +27,19 @@ size than the graph was compiled for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
 
 from fx_fusion.errors import GradientError
-from fx_fusion.lowering import dispatch
+from fx_fusion.lowering import dispatch, in_place
 from fx_fusion.lowering.arguments import Arguments, Results, check, result_dtypes
 from fx_fusion.lowering.groups import checked_group
 
 NAME: Final = "all_reduce_add_rms_norm"
+WITH_RESIDUAL: Final = f"{NAME}_with_residual"
+IN_PLACE: Final = f"{NAME}_in_place"
 SCHEMA: Final = (
     f"{NAME}(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, int world_size, *, Tensor? eps_tensor=None, float scale=1.0,"
@@ -72,13 +80,12 @@ def _fake(*args: Any, **kwargs: Any) -> Results:
     )
 
 
-def _autograd(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """Raise where a gradient would be lost; else go on below autograd."""
+def _refuse_gradients(*args: Any, **kwargs: Any) -> None:
+    """Raise where a gradient would be lost."""
     if torch.is_grad_enabled():
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise GradientError(_gradient_message(Arguments(*args, **kwargs)))
-    return _op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
 def _gradient_message(arguments: Arguments) -> str:
@@ -94,14 +101,69 @@ def _gradient_message(arguments: Arguments) -> str:
     )
 
 
+def _run_in_place(*args: Any, **kwargs: Any) -> Results:
+    """The real implementation of the op that writes to the residual."""
+    arguments = Arguments(*args, **kwargs)
+    check(arguments)
+    in_place.check(arguments)
+    group = checked_group(arguments.group_name, arguments.world_size)
+    return in_place.run(arguments, group)
+
+
+def _fake_in_place(*args: Any, **kwargs: Any) -> Results:
+    """As `_fake`, without a result for the hidden state."""
+    arguments = Arguments(*args, **kwargs)
+    check(arguments)
+    in_place.check(arguments)
+    return _fake(*arguments._replace(want_residual=False))
+
+
+def _note_writes(*args: Any, **kwargs: Any) -> None:
+    """Tell autograd that the residual isn't what it was."""
+    residual = Arguments(*args, **kwargs).residual
+    if residual is not None and not residual.is_inference():
+        torch.autograd.graph.increment_version(residual)
+
+
 # FRAGMENT, as other modules add their ops to the same namespace.
 _library: Final = _torch_library.Library("fx_fusion", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_op: Final = torch.ops.fx_fusion.all_reduce_add_rms_norm.default
-_library.impl(NAME, _run, "CPU")
-_library.impl(NAME, _run, "CUDA")  # HIP's key as well
-_library.impl(NAME, _autograd, "Autograd", with_keyset=True)
-torch.library.register_fake(f"fx_fusion::{NAME}", _fake, lib=_library)
+
+
+def _define(
+    schema: str,
+    run: Callable[..., Results],
+    fake: Callable[..., Results],
+    *checks: Callable[..., None],
+) -> Any:
+    """Define an op, with what it does first where autograd is on; returns its only overload."""
+    name: str = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.fx_fusion, name).default
+
+    def autograd(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        for step in checks:
+            step(*args, **kwargs)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    _library.impl(name, run, "CPU")
+    _library.impl(name, run, "CUDA")  # HIP's key as well
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"fx_fusion::{name}", fake, lib=_library)
+    return op
+
+
+def _schema(name: str, residual: str) -> str:
+    return SCHEMA.replace(NAME, name, 1).replace("Tensor? residual", f"{residual} residual", 1)
+
 
 #: The op as graphs hold it, `torch.ops.fx_fusion.all_reduce_add_rms_norm.default`.
-all_reduce_add_rms_norm: Final = _op
+all_reduce_add_rms_norm: Final = _define(SCHEMA, _run, _fake, _refuse_gradients)
+#: The same for a site that has a residual.
+with_residual: Final = _define(_schema(WITH_RESIDUAL, "Tensor"), _run, _fake, _refuse_gradients)
+#: What takes its place in Inductor where the residual is read by nobody else.
+into_residual: Final = _define(
+    _schema(IN_PLACE, "Tensor(a!)"),
+    _run_in_place,
+    _fake_in_place,
+    _refuse_gradients,
+    _note_writes,
+)

@@ -63,6 +63,7 @@ class FusionPass(compat.InferenceAwarePass):
             is_inference: Whether no backward graph belongs to it; None if unknown (torch 2.11).
         """
         report = self._reported(graph, compat.graph_kind(is_inference))
+        _offer_residuals(graph)
         compiled.record(report)
         compiled.package(report)
         _log(report)
@@ -221,6 +222,13 @@ def _register_lowering() -> None:
     from fx_fusion.lowering import inductor
 
     inductor.register()
+
+
+def _offer_residuals(graph: fx.Graph) -> None:
+    """Let Inductor write hidden states over residuals; last, as no later reader needs to know."""
+    from fx_fusion.lowering import inductor
+
+    inductor.offer_residuals(graph)
 
 
 @functools.cache

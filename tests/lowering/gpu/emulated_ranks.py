@@ -186,12 +186,27 @@ class Ranks:
         """Stands in for `gpu_build.machine_code`: the variant's number in the library."""
         return str(self.kernels[variant]).encode()
 
-    def call(self, rank: int, arguments: Arguments, algorithm: str = "one-shot") -> Results:
-        """Queue a call of one rank. Its x and residual are NaN until its predecessor ended."""
-        return self._call(
-            arguments,
-            lambda late: gpu_kernel.enqueue(late, self.workspaces[rank], rank, algorithm),
-        )
+    def call(
+        self,
+        rank: int,
+        arguments: Arguments,
+        algorithm: str = "one-shot",
+        in_place: bool = False,
+    ) -> Results:
+        """Queue a call of one rank. Its x and residual are NaN until its predecessor ended.
+
+        With `in_place` the hidden state goes where the residual is.
+        """
+
+        def queue(late: Arguments) -> Results:
+            results = gpu_kernel.empty_results(late)
+            if in_place:
+                assert late.residual is not None
+                results = results._replace(residual=late.residual)
+            workspace = self.workspaces[rank]
+            return gpu_kernel.enqueue(late, workspace, rank, algorithm, results)
+
+        return self._call(arguments, queue)
 
     def local_call(self, rank: int, arguments: Arguments) -> Results:
         """Queue add and norm of one rank's `arguments.x`, taken as reduced already."""

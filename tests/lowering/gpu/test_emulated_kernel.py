@@ -105,6 +105,25 @@ def test_one_shot_two_shot_and_the_local_kernel_give_the_same_bits(
         assert wrong(local, call, eager_lines(expected.reduced, call)) == []
 
 
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+@pytest.mark.parametrize("form", [1, 2])
+def test_the_hidden_state_may_go_where_the_residual_is(
+    three: Built, form: int, algorithm: str
+) -> None:
+    """Rows of several blocks, of chunks, and of a warp that is partly beyond their end."""
+    for seed, tokens in enumerate((1, 9, 3)):
+        own = arguments_of(form, tokens, 3, random.Random(seed))
+        given: dict[bool, list[Results]] = {}
+        with three.ranks(seed=seed) as ranks:
+            for in_place in (False, True):
+                given[in_place] = [
+                    ranks.call(rank, call, algorithm, in_place) for rank, call in enumerate(own)
+                ]
+            assert ranks.run() == 0
+        for one, two in zip(given[False], given[True], strict=True):
+            assert same_bits(one, two)
+
+
 def test_what_marks_an_empty_place_can_be_sent(three: Built) -> None:
     """NaNs of all payloads and zeros of both signs; none is waited for for ever."""
     own = calls_with_marks(1, 3)

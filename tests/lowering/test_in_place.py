@@ -1,0 +1,45 @@
+"""Sites that write their hidden state over a residual nobody reads any more, and those that don't."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import in_place_jobs as jobs
+import pytest
+
+from fx_fusion.testing import fake_group, spawn
+
+
+@pytest.mark.parametrize("model", jobs.CASES, ids=lambda model: model.__name__)
+def test_only_a_residual_that_dies_and_is_no_input_is_written_to(model: Any) -> None:
+    with fake_group(2):  # which sums nothing up
+        wrong, places = jobs.one_case(model)
+    assert wrong == []
+    assert places == jobs.CASES[model]
+
+
+def test_layers_keep_one_buffer_for_the_hidden_state() -> None:
+    for wrong, code, plain in spawn(jobs.layers_of_several_sizes, 2, timeout=240):
+        assert wrong == []
+        assert jobs.in_place(code) == (True,) * 4
+        assert jobs.in_place(plain) == (False,) * 4
+        assert jobs.buffers(code) == jobs.buffers(plain) - 1
+
+
+def test_the_op_itself_writes_in_place_in_the_cpp_wrapper() -> None:
+    with fake_group(2):
+        code, off = jobs.by_the_cpp_wrapper()
+    assert off <= jobs.CLOSE
+    assert "all_reduce_add_rms_norm_in_place" in code
+    assert re.search(
+        r"all_reduce_add_rms_norm\b", code
+    )  # of the site whose residual is an input
+
+
+@pytest.mark.parametrize(
+    ("model", "place"), [(jobs.saved_for_backward, False), (jobs.not_saved, True)]
+)
+def test_a_residual_saved_for_backward_stays(model: Any, place: bool) -> None:
+    with fake_group(2):
+        assert jobs.trained(model) == ((place,), True)

@@ -55,15 +55,26 @@ GPU_ONE_SHOT: Final = "one-shot over symmetric memory"
 GPU_TWO_SHOT: Final = "two-shot over symmetric memory"
 
 _H200_PAIR: Final = ("2 x NVIDIA H200 (NVLink), torch 2.11", "2026-11-29")
-_LARGE: Final = (
-    "fx-fusion bench kernels --world-size 2 --tokens 256,1024,8192 --hidden-size 2880,8192"
+_H200_PAIR_NEXT_DAY: Final = (_H200_PAIR[0], "2026-11-30")
+_BENCH: Final = "fx-fusion bench kernels --world-size 2"
+_LARGE: Final = f"{_BENCH} --tokens 256,1024,8192 --hidden-size 2880,8192"
+_WIDE: Final = f"{_BENCH} --tokens 1,8,64,1024 --hidden-size 4096,16384"
+_FLOAT16: Final = (
+    f"{_BENCH} --dtype float16 --tokens 1,32,128,1024,8192 --hidden-size 2880,8192"
 )
+_FLOAT32: Final = _FLOAT16.replace("float16", "float32")
 
-#: The measurements; no number comes in unmeasured. Of two ranks one-shot was 1.2 to 2.9 times as
-#: fast as the best without fusion at every size from 1 to 8192 tokens; more weren't measured.
+#: The measurements; no number comes in unmeasured. Of two ranks one-shot was faster than the best
+#: without fusion at every size, of 8192 tokens at most: 1.2 to 2.9 times in 16 bits, 1.05 to 3.1
+#: times in fp32; more weren't measured.
 TABLE: Final[tuple[Row, ...]] = (
     Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 2880, 8192, *_H200_PAIR, _LARGE),
     Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 8192, 8192, *_H200_PAIR, _LARGE),
+    Row(GPU_ONE_SHOT, "sm_90", 2, "bfloat16", 16384, 1024, *_H200_PAIR_NEXT_DAY, _WIDE),
+    Row(GPU_ONE_SHOT, "sm_90", 2, "float16", 2880, 8192, *_H200_PAIR_NEXT_DAY, _FLOAT16),
+    Row(GPU_ONE_SHOT, "sm_90", 2, "float16", 8192, 8192, *_H200_PAIR_NEXT_DAY, _FLOAT16),
+    Row(GPU_ONE_SHOT, "sm_90", 2, "float32", 2880, 8192, *_H200_PAIR_NEXT_DAY, _FLOAT32),
+    Row(GPU_ONE_SHOT, "sm_90", 2, "float32", 8192, 8192, *_H200_PAIR_NEXT_DAY, _FLOAT32),
 )
 #: Where the kernels are proven but no row of the table holds, one-shot runs while a rank sends so
 #: many bytes at most, (W-1) times its x. Between two H200s 2 MiB took 10.2 us, the best without
@@ -82,12 +93,13 @@ GPU_LOCAL_PROVEN: Final[frozenset[str]] = frozenset({"sm_90"})
 #: AMD's GPUs that the kernels compile for. None has run them yet, so none is in GPU_PROVEN.
 AMD_ARCHS: Final = ("gfx90a", "gfx942", "gfx950")
 #: Up to how many bytes of x, by world size, one-shot is taken for faster than two-shot where no
-#: row of the table says. Provisional until measured: from the link's 400 GB/s and 2 us for the
-#: second hop (a whole one-shot call of one token takes 3.2 us between two H200s),
-#: B = 2 us * 400 GB/s / ((W-1) (1 - 2/W)), rounded to a power of two.
-GPU_ONE_SHOT_BYTES: Final = {3: 1024 * 1024, 4: 512 * 1024, 6: 256 * 1024, 8: 128 * 1024}
+#: row of the table says. Provisional until measured: from the link's 400 GB/s and 1 us for the
+#: second hop, B = 1 us * 400 GB/s / ((W-1) (1 - 2/W)), rounded to a power of two. The hop: of one
+#: token two-shot takes 0.7 us more than one-shot with 3 and 4 ranks on one H200, and one-shot
+#: takes 0.3 us more between two H200s than between two ranks on one.
+GPU_ONE_SHOT_BYTES: Final = {3: 512 * 1024, 4: 256 * 1024, 6: 128 * 1024, 8: 64 * 1024}
 #: The same for more ranks than those.
-GPU_ONE_SHOT_LEAST_BYTES: Final = 64 * 1024
+GPU_ONE_SHOT_LEAST_BYTES: Final = 32 * 1024
 
 
 class GpuLimits(NamedTuple):

@@ -57,7 +57,7 @@ def test_it_goes_on_after_a_failed_step_and_names_it(tmp_path: Path) -> None:
     assert all(command.startswith("0 1 ") for command in commands)
     sizes = [re.findall(r"--world-size (\d)", command) for command in commands[2:]]
     assert sizes == [["2"], ["2"], ["4"], ["4"]]
-    assert "-k not [8- and not -8] tests/gpu" in commands[1]
+    assert "replays_with) and not [8- and not -8] tests/gpu" in commands[1]
     texts = {path.name for path in (tmp_path / "results").iterdir()}
     assert {"doctor.txt", "tests.txt", "kernels_2.txt", "decode_4.txt"} <= texts
 
@@ -84,7 +84,8 @@ def test_the_commands_it_names_exist_and_take_its_options() -> None:
     for bench in (kernels.BENCH, decode.BENCH):
         command = re.findall(rf"-m fx_fusion\.bench\.{bench.module} (.*)", joined)[0]
         words = re.sub(r"\$\(\(.*?\)\)", "60", command)
-        words = re.sub(r"\"\$world\"", "2", words).replace('"', "").replace("$tokens", "1,8")
+        words = re.sub(r"\"\$world\"", "2", words).replace('"', "")
+        words = words.replace("$tokens", "1,8").replace("$hidden", "2880")
         options = common.parser_of(bench, "").parse_args(words.split())
         assert (options.world_size, options.timeout) == (2, 60)
     for path in re.findall(r"tests/\S+", TEXT):
@@ -94,3 +95,21 @@ def test_the_commands_it_names_exist_and_take_its_options() -> None:
     )
     assert done.returncode in (0, 1), done.stderr
     assert re.search(r"^ok +fx_fusion: ", done.stdout, re.MULTILINE)
+
+
+def test_with_two_gpus_no_test_of_more_ranks_is_chosen(tmp_path: Path) -> None:
+    command = run(tmp_path, 2)[2][1]
+    found = re.fullmatch(r".*-q -m gpu -k (.*?) (tests/gpu/\S+) (tests/gpu/\S+)", command)
+    assert found is not None
+    words = ["--collect-only", "-q", "-m", "gpu", "-k", found[1], found[2], found[3]]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=SCRIPT.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    names = {line.split("::")[1] for line in done.stdout.splitlines() if "::" in line}
+    assert {"test_job[large_calls-2]", "test_ranks[2-graphs]"} <= names
+    assert "test_replays_with_inputs_that_change" in names
+    assert not [name for name in names if re.search(r"\[([3-9]|16)-|-([3-9]|16)\]", name)]

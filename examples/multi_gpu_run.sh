@@ -60,10 +60,10 @@ if ((gpus < 2)); then
 fi
 worlds=()
 selected=""  # an expression for pytest: no test of more ranks than GPUs
-for world in 2 3 4 8; do
+for world in 2 3 4 6 8; do
     if ((world > gpus)); then
         selected+="${selected:+ and }not [$world- and not -$world]"
-    elif ((world != 3)); then
+    elif ((world != 3 && world != 6)); then
         worlds+=("$world")
     fi
 done
@@ -92,7 +92,7 @@ step $((2 * left / 5)) tests "$python" -m pytest -q -m gpu \
     -k "($chosen)${selected:+ and $selected}" \
     tests/gpu/test_one_shot.py tests/gpu/test_hand_captured.py
 
-tokens=1,8,32 hidden=2880,4096,8192
+tokens=1,8,32,128 hidden=2880,4096,8192
 ((${#worlds[@]} == 1)) || tokens=8 hidden=2880,8192
 left=$((deadline - SECONDS))
 for world in "${worlds[@]}"; do

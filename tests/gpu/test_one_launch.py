@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 16])
 def test_the_bits_are_those_of_the_contract(world_size: int) -> None:
     algorithms = one_launch.algorithms_for(world_size)
     forms = [form for form in FORMS if form.hidden <= 8192]

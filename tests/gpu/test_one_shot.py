@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 #: World size to how many mixed calls.
-CALLS = {2: 300, 3: 150, 4: 150, 8: 60}
+CALLS = {2: 300, 3: 150, 4: 150, 6: 80, 8: 60}
 
 
 @pytest.fixture(scope="module", params=sorted(CALLS))

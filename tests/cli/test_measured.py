@@ -23,15 +23,18 @@ def test_the_package_holds_the_cells_of_the_committed_results() -> None:
     ]
     names = ("world_size", "dtype", "hidden", "tokens", "fused", "inductor", "machine", "date")
     committed = [["cpu", *(row[name] for name in names)] for row in rows]
-    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in csv.DictReader((RESULTS / "kernels_2_h200.csv").open()):
-        cell = found.setdefault((row["hidden_size"], row["tokens"]), {})
-        cell[row["candidate"]] = row
-    for (hidden, tokens), cell in sorted(found.items(), key=lambda c: tuple(map(int, c[0]))):
-        ours, nccl = cell["fx_fusion"], cell["nccl"]
-        times = [ours["median"], nccl["median"]]
-        place = [ours["machine"], ours["date"]]
-        committed.append(["sm_90", "2", "bfloat16", hidden, tokens, *times, *place])
+    for ending in ("", "_wide", "_float16", "_float32"):
+        found: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
+        for row in csv.DictReader((RESULTS / f"kernels_2_h200{ending}.csv").open()):
+            cell = found.setdefault((int(row["hidden_size"]), int(row["tokens"])), {})
+            cell[row["candidate"]] = row
+        for (hidden, tokens), cell in sorted(found.items()):
+            ours = cell["fx_fusion"]
+            what = ["sm_90", "2", ours["dtype"], str(hidden), str(tokens)]
+            if what in [line[:5] for line in committed]:  # measured twice: the first counts
+                continue
+            times = [ours["median"], cell["nccl"]["median"]]
+            committed.append([*what, *times, ours["machine"], ours["date"]])
     held = []
     for c in measured.cells():
         numbers = [c.hidden_size, c.tokens, c.fused, c.unfused]
@@ -50,6 +53,7 @@ def test_the_package_holds_the_cells_of_the_committed_results() -> None:
         (("cpu", 2, "float32", 4096, 64), None, "in bfloat16, not in float32"),
         (("cpu", 8, "bfloat16", 4096, 64), None, "with 2, 3 or 4 ranks, not with 8"),
         (("sm_90", 2, "bfloat16", 4096, 64), (4096, 64), ""),
+        (("sm_90", 2, "float16", 8192, 8192), (8192, 8192), ""),
         (("sm_90", 8, "bfloat16", 4096, 64), None, "with 2 ranks, not with 8"),
         (("sm_80", 2, "bfloat16", 4096, 64), None, "nothing was measured for sm_80"),
     ],

@@ -27,7 +27,6 @@ from typing import Any, Final, cast
 
 import torch
 from torch._inductor import ir
-from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
@@ -36,6 +35,7 @@ from torch.utils import _pytree as pytree
 from fx_fusion import compat
 from fx_fusion.lowering.arguments import Results
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm, into_residual, with_residual
+from fx_fusion.lowering.residual_memory import may_mutate_residual, owns_all_its_memory
 
 _POSITIONAL: Final = ("x", "residual", "weight", "bias", "eps", "group_name", "world_size")
 #: Tensors whose memory a call reads, in its order; then those that stand for a number.
@@ -145,23 +145,6 @@ def offer_residuals(graph: torch.fx.Graph) -> None:
             node.target = with_residual
 
 
-def may_mutate_residual(node: torch.fx.Node) -> bool:
-    """True if the site may write to its residual once nobody else reads that.
-
-    An input of the graph stays as it is, whatever is copied to it later. A residual that the
-    site also reads by another name, its x for one, would change while it is read.
-    """
-    residual, hidden = node.args[1], node.meta["val"][1]
-    assert isinstance(residual, torch.fx.Node)
-    if residual.op in ("placeholder", "get_attr") or residual.meta["val"].dtype != hidden.dtype:
-        return False
-    read = [value for value in (*node.args, *node.kwargs.values()) if value is not residual]
-    others = [value for value in read if isinstance(value, torch.fx.Node)]
-    storage = get_node_storage(residual)
-    once = len(read) == len(node.args) + len(node.kwargs) - 1
-    return once and all(get_node_storage(other) != storage for other in others)
-
-
 def _lower(*args: Any, **kwargs: Any) -> Any:
     """The op's lowering: one site and its four results."""
     if V.graph.cpp_wrapper:
@@ -175,12 +158,7 @@ def _lower_in_place(x: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(residual, _ir.TensorBox):
         residual = _ir.TensorBox(residual)
     name = residual.get_name()
-    buffer = V.graph.try_get_buffer(name)
-    is_whole = buffer is not None and V.graph.sizevars.statically_known_equals(
-        buffer.get_numel(), residual.get_numel()
-    )
-    # The graph's nodes rule out inputs, and pieces of something larger needn't be aligned.
-    if not is_whole or name in V.graph.graph_inputs or name in V.graph.constants:
+    if not owns_all_its_memory(residual):
         return _lower(x, residual, *args, **kwargs)
     # What reads the old value has to be in front of the site in Inductor's list of operations.
     V.graph.mark_buffer_mutated(name)

@@ -98,6 +98,21 @@ def a_piece(x: torch.Tensor, m: torch.Tensor) -> Tensors:
     return add_and_norm(both[len(x) :], x)
 
 
+def joined_and_read_later(x: torch.Tensor, m: torch.Tensor) -> Tensors:
+    """Inductor computes the residual where the joined tensor has its part."""
+    before = x.sin()
+    both = torch.cat((before, x.cos()))
+    n, h = add_and_norm(before, x @ m)
+    return n, h, both @ m
+
+
+def of_parts_read_later(x: torch.Tensor, m: torch.Tensor) -> Tensors:
+    """Inductor computes the parts where the residual is."""
+    first, second = x[:1].sin(), x[1:].cos()
+    n, h = add_and_norm(torch.cat((first, second)), x @ m)
+    return n, h, first @ m
+
+
 def copied_to_an_input(x: torch.Tensor, m: torch.Tensor) -> Tensors:
     """Mutates its argument, as the caller sees."""
     n, h = add_and_norm(x, x @ m)
@@ -124,6 +139,8 @@ CASES: dict[Callable[..., Tensors], tuple[bool, ...]] = {
     of_another_dtype: (False,),
     reduced_itself: (False,),
     a_piece: (False,),
+    joined_and_read_later: (False,),
+    of_parts_read_later: (False,),
     copied_to_an_input: (False,),
     without_residual: (False, True),
 }

@@ -23,10 +23,19 @@ TIMEOUT: Final = 400.0
 #: How far a compiled logit may be from eager, in units of dtype's eps times the largest logit.
 #: Eager and Inductor's kernels differ in the order of sums and in where they round (Inductor keeps
 #: fp32 inside a kernel): a few roundings of a relative eps / 2 each, as many go up as down. Seen
-#: at most: 3.3 in fp32 and 0.9 in bf16. For comparison, in fp32 one norm's weight left out moves
+#: at most: 3.3 in fp32 and 1.6 in bf16. For comparison, in fp32 one norm's weight left out moves
 #: a logit by 4 000 units and more, one all_reduce left out by 100 000 and more. In bf16 a unit is
 #: too coarse to show a weight, so there it is that the model runs, that its ranks agree and that
 #: nothing is far off; tests/lowering compares the op in bf16 bit by bit.
+#:
+#: A mixture of experts can only be compared where both runs chose the same experts, so eager
+#: follows the compiled model's choices (see routing.py). The same bound says which of these may
+#: differ from eager's own: the difference of two of a token's scores comes out of a norm and a
+#: matmul as a logit does, with the same roundings in it, so experts may change places only where
+#: their scores are at most as far apart, in units of eps times the spread of the scores. Seen at
+#: most: 0.6 in bf16, a hundredth of the choices; in fp32 none differed. It is Inductor's kept fp32
+#: that moves them: with its option emulate_precision_casts, which rounds as eager does, these
+#: models' logits in bf16 were eager's bit by bit, fused and unfused.
 TOLERANCE: Final = {"float32": 16.0, "bfloat16": 4.0}
 
 
@@ -57,6 +66,7 @@ def compare(
         args=(architecture.name, str(directory), dtype, options),
     )
     worst = 0.0
+    bound = TOLERANCE[dtype]
     for result in results:
         (report,) = result.reports
         assert (report.fused_count, report.site_count) == (
@@ -64,9 +74,14 @@ def compare(
             architecture.sites,
         )
         assert result.all_reduces == architecture.sites - architecture.fused
-        unit = torch.finfo(getattr(torch, dtype)).eps * result.largest_logit
-        worst = max(worst, result.difference / unit)
-    assert worst <= TOLERANCE[dtype]
+        eps = torch.finfo(getattr(torch, dtype)).eps
+        worst = max(worst, result.difference / (eps * result.largest_logit))
+        assert bool(result.choices) == architecture.has_experts
+        assert result.shortfall <= bound * eps, (
+            f"of {result.choices} choices of experts {result.differing} are not eager's, and one"
+            f" is of a score {result.shortfall / eps:.1f} units lower"
+        )
+    assert worst <= bound
     assert len({result.digest for result in results}) == 1, "the ranks' logits differ"
     return worst
 

@@ -52,6 +52,11 @@ class Architecture:
     tp_plan: str | dict[str, str] = "auto"
     auto_class: str = "AutoModelForCausalLM"
 
+    @property
+    def has_experts(self) -> bool:
+        """True if it chooses experts for each token."""
+        return any("experts" in option for option in self.options)
+
 
 #: Small, and everything divides by two ranks.
 COMMON_OPTIONS: Final[Mapping[str, Any]] = {

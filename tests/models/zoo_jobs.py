@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import warnings
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from routing import Followed, Noted
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -32,8 +34,13 @@ class RankResult:
     Attributes:
         reports: One for each graph that was compiled.
         all_reduces: How many all_reduces the generated code calls.
-        difference: The largest absolute difference of a logit from eager.
+        difference: The largest absolute difference of a logit from eager, with experts chosen
+            as the compiled model did.
         largest_logit: The largest absolute logit of eager.
+        choices: How often experts were chosen, a token of a layer each.
+        differing: How many of these choices eager would have made otherwise.
+        shortfall: How much worse than its own choice eager finds the worst of them, see
+            `routing.Followed`.
         digest: SHA-256 of all logits of the compiled model.
     """
 
@@ -41,6 +48,9 @@ class RankResult:
     all_reduces: int
     difference: float
     largest_logit: float
+    choices: int
+    differing: int
+    shortfall: float
     digest: str
 
 
@@ -62,15 +72,32 @@ def run_compiled(
     model = load(architecture, directory, getattr(torch, dtype))
     given = [inputs(architecture, number) for number in range(INPUTS)]
     compiled: Any = torch.compile(model, backend="fx_fusion", fullgraph=True, options=options)
+    noted = Noted()
+
+    def run(number: int) -> torch.Tensor:
+        # Without experts as users run it; the mode only notes, but Dynamo has to trace it.
+        with noted if architecture.has_experts else contextlib.nullcontext():
+            logits: torch.Tensor = compiled(**given[number]).logits
+        return logits
+
     # Without the caches, so that there is code to look at on every rank.
     with (
         torch.no_grad(),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        expected = [model(**kwargs).logits for kwargs in given]
-        first, code = run_and_get_code(lambda: compiled(**given[0]).logits)
-        logits = [first, *(compiled(**kwargs).logits for kwargs in given[1:])]
+        first, code = run_and_get_code(lambda: run(0))
+        logits, choices = [first], [noted.choices[:]]
+        for number in range(1, INPUTS):
+            noted.choices.clear()
+            logits.append(run(number))
+            choices.append(noted.choices[:])
+        followed = [Followed(chosen) for chosen in choices]
+        expected = []
+        for mode, kwargs in zip(followed, given, strict=True):
+            with mode:
+                expected.append(model(**kwargs).logits)
+            mode.finish()
     digest = hashlib.sha256()
     for tensor in logits:
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -79,6 +106,9 @@ def run_compiled(
         all_reduces=sum(len(_ALL_REDUCE.findall(text)) for text in code),
         difference=max(map(_difference, logits, expected)),
         largest_logit=max(float(tensor.abs().max()) for tensor in expected),
+        choices=sum(indices[..., 0].numel() for chosen in choices for indices in chosen),
+        differing=sum(mode.differing for mode in followed),
+        shortfall=max(mode.shortfall for mode in followed),
         digest=digest.hexdigest(),
     )
 

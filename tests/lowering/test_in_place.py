@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import in_place_jobs as jobs
 import pytest
+import torch
 
+from fx_fusion.lowering import inductor, ops
 from fx_fusion.testing import fake_group, spawn
 
 
@@ -43,3 +46,20 @@ def test_the_op_itself_writes_in_place_in_the_cpp_wrapper() -> None:
 def test_a_residual_saved_for_backward_stays(model: Any, place: bool) -> None:
     with fake_group(2):
         assert jobs.trained(model) == ((place,), True)
+
+
+def test_without_inductors_table_nothing_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of torch that has it elsewhere compiles as before."""
+    monkeypatch.setitem(sys.modules, "torch._inductor.fx_passes.reinplace", None)
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("x", "residual")]
+    node = graph.call_function(
+        ops.all_reduce_add_rms_norm,
+        (*inputs, None, None, 1e-6, "0", 2),
+        {"want_residual": True},
+    )
+    inductor.offer_residuals(graph)
+    assert node.target is ops.all_reduce_add_rms_norm
+    monkeypatch.undo()
+    inductor.offer_residuals(graph)
+    assert node.target is ops.with_residual

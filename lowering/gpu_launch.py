@@ -23,7 +23,7 @@ from fx_fusion.lowering.cpu_build import cached_library, compiler
 
 log = logging.getLogger(__name__)
 
-_SOURCE: Final = "gpu_launch.c"
+_SOURCES: Final = ("cpp_entry.h", "gpu_launch.c")
 _FLAGS: Final = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-shared", "-w")
 #: Inputs and results of a call as the kernel takes them; `kArrays` of the source.
 ARRAYS: Final = 10
@@ -124,7 +124,7 @@ def _build(with_python: bool) -> Any:
             raise RuntimeError(f"{include} has no Python.h (install Python's headers)")
         version = sysconfig.get_config_var("SOABI") or ""
         command += [f"-I{include}", "-DFX_FUSION_PYTHON", f"-DFX_FUSION_SOABI={version}"]
-    library = ctypes.PyDLL(str(cached_library(command, (_SOURCE,), "gpu_launch")))
+    library = ctypes.PyDLL(str(cached_library(command, _SOURCES, "gpu_launch")))
     sizes = (ctypes.c_int64 * 5)()
     library.fx_fusion_launch_sizes(sizes)
     ours = [ctypes.sizeof(kind) for kind in (gpu_driver.Config, Kernel, Launch, Call, Site)]

@@ -18,7 +18,9 @@ A registered lowering makes each site a collective of Inductor's IR. That does t
 
       site(None, None, buf4, buf1, arg4_1, None, buf5, buf1, None, None)
 
-The C++ wrapper and AOTInductor call the op itself, through the dispatcher.
+With the C++ wrapper and in AOTInductor's packages the code calls the same entry points, see
+`cpp_code`. Only where tensors of that code aren't tensors of torch's (AOTInductor's
+`allow_stack_allocation`) it calls the op itself, through the dispatcher.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from fx_fusion import compat
+from fx_fusion.lowering import cpp_code
 from fx_fusion.lowering.arguments import Results
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm, into_residual, with_residual
 from fx_fusion.lowering.residual_memory import may_mutate_residual, owns_all_its_memory
@@ -88,7 +91,10 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         )
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call, and the making of the entry point at import."""
+        """Write the call, and in Python the making of the entry point at import."""
+        if V.graph.cpp_wrapper:
+            self._codegen_cpp(wrapper)
+            return
         x = self.tensors["x"]
         device = x.get_device()
         # one a site: a site binds its dtypes and hidden size at its first call
@@ -113,6 +119,38 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
                 *given,
             ]
         wrapper.writeline(f"{name}({', '.join(given)})")
+
+    def _codegen_cpp(self, wrapper: Any) -> None:
+        """Write the call in C++, and once a file what all calls share."""
+        name = f"fx_fusion_site_{self.get_name()}"
+        on_gpu = runs_on_gpu(self.tensors["x"].get_device())
+        numbers: list[str | None] = []
+        scalars: list[str | None] = []
+        for key in _NUMBERS:
+            tensor = self.tensors.get(f"{key}_tensor")
+            is_number = tensor is not None and tensor.get_device().type == "cpu"
+            numbers.append(f"{name}_{key}" if is_number else None)
+            scalars.append(None if tensor is None or is_number else _reference(tensor))
+            if tensor is not None and is_number:
+                wrapper.codegen_tensor_item(
+                    tensor.get_dtype(), _reference(tensor), f"{name}_{key}"
+                )
+        inputs = [
+            None if (t := self.tensors.get(key)) is None else _reference(t) for key in _ARRAYS
+        ]
+        results = [None if result is None else _reference(result) for result in self.results]
+        cpp_code.prepare(wrapper)
+        wrapper.writeline(
+            cpp_code.call(
+                name,
+                cpp_code.describe(self.constants, self.tensors, self.results, on_gpu),
+                wrapper.codegen_sizevar(sympy_product(self.tensors["x"].get_size()[:-1])),
+                numbers,
+                [*inputs, *scalars, *results],
+                on_gpu=on_gpu,
+                is_package=V.graph.aot_mode,
+            )
+        )
 
     def _number(self, name: str) -> str:
         """eps or scale of the call: None for the constant, a CPU tensor's value, a tensor."""
@@ -147,7 +185,7 @@ def offer_residuals(graph: torch.fx.Graph) -> None:
 
 def _lower(*args: Any, **kwargs: Any) -> Any:
     """The op's lowering: one site and its four results."""
-    if V.graph.cpp_wrapper:
+    if _by_the_dispatcher():
         return _dispatched(all_reduce_add_rms_norm, *args, **kwargs)
     return _planned(dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
 
@@ -162,11 +200,16 @@ def _lower_in_place(x: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
         return _lower(x, residual, *args, **kwargs)
     # What reads the old value has to be in front of the site in Inductor's list of operations.
     V.graph.mark_buffer_mutated(name)
-    if V.graph.cpp_wrapper:
+    if _by_the_dispatcher():
         results = _dispatched(into_residual, x, residual, *args, **kwargs)
         return results._replace(residual=residual)
     given = (x, residual, *args)
     return _planned(dict(zip(_POSITIONAL, given, strict=False)) | kwargs, residual)
+
+
+def _by_the_dispatcher() -> bool:
+    """True where tensors of the generated code aren't torch's own."""
+    return bool(V.graph.cpp_wrapper and config.aot_inductor.allow_stack_allocation)
 
 
 def _dispatched(op: Any, *args: Any, **kwargs: Any) -> Results:

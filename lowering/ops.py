@@ -50,6 +50,10 @@ SCHEMA: Final = (
     " -> (Tensor norm, Tensor residual, Tensor reduced, Tensor rstd)"
 )
 
+#: Generated C++ asks this op for the address of what it calls, see `cpp_code`. torch names an op
+#: that is missing, so its name is what has to be done then.
+NEEDED_IMPORT: Final = "fx_fusion::import_fx_fusion.ops"
+
 # torch leaves it untyped.
 _torch_library: Final = cast(Any, torch.library)
 
@@ -154,6 +158,16 @@ def _define(
 def _schema(name: str, residual: str) -> str:
     return SCHEMA.replace(NAME, name, 1).replace("Tensor? residual", f"{residual} residual", 1)
 
+
+def _entry_address() -> int:
+    """The address of what generated C++ calls, in this process."""
+    from fx_fusion.lowering import cpp_entry
+
+    return cpp_entry.address()
+
+
+_library.define("import_fx_fusion.ops() -> int")
+_library.impl("import_fx_fusion.ops", _entry_address, "CompositeExplicitAutograd")
 
 #: The op as graphs hold it, `torch.ops.fx_fusion.all_reduce_add_rms_norm.default`.
 all_reduce_add_rms_norm: Final = _define(SCHEMA, _run, _fake, _refuse_gradients)

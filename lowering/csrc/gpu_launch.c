@@ -15,6 +15,7 @@
 #endif
 
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 enum { kArrays = 10, kInputs = 4, kEps = 4, kScale = 5, kParameterBytes = 512, kAlignment = 16 };
@@ -172,6 +173,11 @@ static int number_of(PyObject* given, float* number) {
   return 1;
 }
 
+static PyObject* raise_of_driver(int status) {
+  return PyErr_Format(PyExc_RuntimeError,
+                      "cuLaunchKernelEx failed with error %d of the CUDA driver", -status);
+}
+
 /* (stream, rows, eps, scale, x, residual, weight, bias, norm, hidden state, reduced, rstd) */
 static PyObject* call_site(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   Entry* entry = (Entry*)PyCapsule_GetPointer(self, kCapsule);
@@ -197,9 +203,7 @@ static PyObject* call_site(PyObject* self, PyObject* const* given, Py_ssize_t co
     }
   }
   if (status == kLaunched) Py_RETURN_NONE;
-  if (status < 0)
-    return PyErr_Format(PyExc_RuntimeError,
-                        "cuLaunchKernelEx failed with error %d of the CUDA driver", -status);
+  if (status < 0) return raise_of_driver(status);
   return PyObject_Vectorcall(entry->slow, given, count, 0);
 }
 
@@ -222,4 +226,6 @@ PyObject* fx_fusion_bind(Site* site, PyObject* slow, PyObject* groups) {
   Py_DECREF(capsule);
   return callable;
 }
+
+#include "cpp_entry.h"
 #endif

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 
 import fx_fusion
 
-HIDDEN, TOKENS, CALLS = 64, 4, 3
+HIDDEN, TOKENS = 64, 4
 LOADER = Path(__file__).with_name("aot_loader.py")
 #: The package's C++ is compiled once and runs a few times.
 QUICK = {
@@ -51,12 +53,14 @@ class TwoSites(nn.Module):
         return self.norm(residual), residual
 
 
-def compile_package(path: Path, device: str, **options: Any) -> None:
+def compile_package(path: Path, device: str, is_dynamic: bool = False, **options: Any) -> None:
     """Export and package `TwoSites`; a group of the ranks' size must exist, fake or real."""
     model = TwoSites().eval().to(device)
     arguments = [torch.randn(TOKENS, HIDDEN, device=device) for _ in range(2)]
     with torch.no_grad():
-        exported = torch.export.export(model, tuple(arguments))
+        tokens = torch.export.Dim("tokens", max=4096)
+        sizes = ({0: tokens}, {0: tokens}) if is_dynamic else None
+        exported = torch.export.export(model, tuple(arguments), dynamic_shapes=sizes)
         torch._inductor.aoti_compile_and_package(
             exported,
             package_path=str(path),
@@ -64,15 +68,23 @@ def compile_package(path: Path, device: str, **options: Any) -> None:
         )
 
 
-def write_calls(folder: Path, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write the arguments of each call and rank; returns what eager makes of them, in fp64."""
+def write_calls(
+    folder: Path, world_size: int, tokens: Sequence[int] = (TOKENS,) * 3
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write the arguments of each call and rank; returns what eager makes of them, in fp64.
+
+    Args:
+        folder: Where.
+        world_size: Ranks.
+        tokens: Of each call.
+    """
     generator = torch.Generator().manual_seed(5)
     model = TwoSites().double()
     calls: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(world_size)]
     expected = []
-    for _ in range(CALLS):
-        parts = torch.randn(world_size, TOKENS, HIDDEN, generator=generator)
-        residual = torch.randn(TOKENS, HIDDEN, generator=generator)
+    for rows in tokens:
+        parts = torch.randn(world_size, rows, HIDDEN, generator=generator)
+        residual = torch.randn(rows, HIDDEN, generator=generator)
         for rank in range(world_size):
             calls[rank].append((parts[rank], residual))
         with torch.no_grad():
@@ -81,6 +93,14 @@ def write_calls(folder: Path, world_size: int) -> list[tuple[torch.Tensor, torch
             expected.append((model.norm(hidden), hidden))
     torch.save(calls, folder / "calls.pt")
     return expected
+
+
+def code_of(path: Path) -> str:
+    """The C++ of a package's calls."""
+    with zipfile.ZipFile(path) as package:
+        (name,) = (name for name in package.namelist() if name.endswith(".wrapper.cpp"))
+        code = package.read(name).decode()
+    return code[code.index("::run_impl(") : code.index("::run_impl\n")]
 
 
 def run_package(folder: Path, world_size: int, device: str) -> list[dict[str, Any]]:

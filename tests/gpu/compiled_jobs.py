@@ -164,14 +164,14 @@ def far_from_eager(model: Layers, h: torch.Tensor, given: Any) -> list[str]:
 
 def wrong_code(code: str) -> list[str]:
     """What generated code holds that it shouldn't, or lacks."""
-    lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith(("#", "//"))]
     body = "\n".join(lines)
     wrong = []
-    if "torch.ops.fx_fusion" in body:
+    if re.search(r"torch\.ops\.fx_fusion|fx_fusion::all_reduce", body):
         wrong.append("the op is called through the dispatcher")
-    if re.search(r"all_reduce_?\.default\(|one_shot_all_reduce", body):
+    if re.search(r"all_reduce_?\.default\(|c10d_functional_all_reduce|one_shot_all_", body):
         wrong.append("an all_reduce is left")
-    sites = len(re.findall(r"fx_fusion_site_\w+\(get_raw_stream\(", body))
+    sites = len(re.findall(r"fx_fusion_site_\w+\(get_raw_stream\(|fx_fusion_call\(&", body))
     return wrong if sites == SITES else [*wrong, f"{sites} sites are called"]
 
 
@@ -201,7 +201,8 @@ def compiled_model(
     workspace = workspace_now()
     options: dict[str, Any] = {
         "kernel": "fx_fusion",
-        **({} if mode == "default" else {"mode": mode}),
+        **({"cpp_wrapper": True} if mode == "cpp_wrapper" else {}),
+        **({} if mode in ("default", "cpp_wrapper") else {"mode": mode}),
     }
     compiled = torch.compile(model, backend="fx_fusion", options=options, dynamic=dynamic)
     wrong: list[str] = []

@@ -14,9 +14,10 @@ pytestmark = [
 ]
 
 RANKS = 2
-#: (mode, tokens of the captured sizes, dynamic sizes, calls)
+#: (mode or "cpp_wrapper", tokens of the captured sizes, dynamic sizes, calls)
 CASES = (
     ("default", (8, 3, 33), True, 300),
+    ("cpp_wrapper", (8, 3, 33), True, 300),
     ("reduce-overhead", (8,), False, 2000),
     ("reduce-overhead", (8, 3, 33), True, 600),
     ("max-autotune-no-cudagraphs", (8,), False, 200),
@@ -36,7 +37,7 @@ def test_a_compiled_model(
         compiled_jobs.compiled_model,
         RANKS,
         device="cuda",
-        timeout=240 if mode.startswith("max") else 150,
+        timeout=240 if mode.startswith(("max", "cpp")) else 150,
         args=(mode, sizes, dynamic, calls),
     )
     assert results == [[]] * RANKS

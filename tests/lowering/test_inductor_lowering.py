@@ -59,10 +59,9 @@ def test_results_are_planned_buffers_and_only_those_wanted() -> None:
     [
         {"reorder_for_compute_comm_overlap": True},
         {"reorder_for_locality": False, "max_fusion_size": 1},
-        {"cpp_wrapper": True},
     ],
     ids=lambda options: "-".join(options),
 )
-def test_other_schedules_and_wrappers_are_right(options: dict[str, object]) -> None:
+def test_other_schedules_are_right(options: dict[str, object]) -> None:
     for worst, *_ in spawn(inductor_jobs.run, 2, args=(-1, options), timeout=400):
         assert worst <= CLOSE

@@ -45,8 +45,8 @@ static int raise_of_torch(const char* function) {
   return -1;
 }
 
-/* Launch a call that was learned; the status of fx_fusion_launch, or minus one for a Python
- * error, which is no error of the driver's. */
+/* Launch a call that was learned. Returns what fx_fusion_launch does; `raised` tells of an error
+ * of Python's. */
 static int launch(const Entry* entry, CppCall* call, int* raised) {
   const Site* site = entry->site;
   if (site->call_count == 0 || call->tensors[kScale] != 0) return kOtherCall;
@@ -115,6 +115,7 @@ static int call_python(PyObject* callable, const CppCall* call) {
   return result == 0 ? -1 : 0;
 }
 
+/* Make one call; returns minus one with an error of Python's. */
 static int call_with_lock(CppCall* call) {
   if (*call->site == 0) /* the code keeps this reference for good */
     *call->site = PyObject_CallFunction(site_of, "s", call->description);

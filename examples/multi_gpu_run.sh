@@ -40,7 +40,7 @@ step() {
     fi
     ((seconds < left)) || seconds=$left
     # The command ends by itself with a report; the signal is for one that hangs.
-    timeout --kill-after=5 "$seconds" "$@" 2>&1 </dev/null | tee "$folder/$name.txt"
+    timeout --kill-after=15 "$seconds" "$@" 2>&1 </dev/null | tee "$folder/$name.txt"
     status=${PIPESTATUS[0]}
     if ((status)); then
         failed+=("$name")
@@ -78,10 +78,11 @@ print(f"CUDA {torch.version.cuda}, Python {platform.python_version()}, NCCL {ncc
 print("NVLS (NVLink multicast): off, by NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
 PY
 
+# It builds the CPU kernel, if that isn't in the cache.
 if "$python" -c 'import typer, rich' 2>/dev/null; then
-    step 40 doctor "$python" -m fx_fusion.cli doctor
+    step 90 doctor "$python" -m fx_fusion.cli doctor
 else
-    step 40 doctor "$python" -m fx_fusion.doctor
+    step 90 doctor "$python" -m fx_fusion.doctor
 fi
 
 # What is left is shared: two fifths for the tests, the rest for the benchmarks of each world size.
@@ -97,14 +98,13 @@ tokens=1,8,32,128 hidden=2880,4096,8192
 left=$((deadline - SECONDS))
 for world in "${worlds[@]}"; do
     share=$((left / ${#worlds[@]}))
-    limit=$((2 * share / 5))
+    limit=$((share / 2))
     step "$limit" "kernels_$world" "$python" -m fx_fusion.bench.kernels \
         --world-size "$world" --tokens 1,8,32,128 --hidden-size "$hidden" \
         --timeout $((limit > 20 ? limit - 8 : limit)) --csv "$folder/kernels_$world.csv"
-    limit=$((3 * share / 5))
     step "$limit" "decode_$world" "$python" -m fx_fusion.bench.decode \
         --world-size "$world" --shapes gpt-oss-20b --layers 2 --tokens "$tokens" \
-        --timeout $((limit > 20 ? limit - 8 : limit)) --csv "$folder/decode_$world.csv"
+        --timeout $((limit > 40 ? limit - 20 : limit)) --csv "$folder/decode_$world.csv"
 done
 
 echo

@@ -44,7 +44,7 @@ from fx_fusion.bench import common
 from fx_fusion.bench.common import Bench, Table, add_dtype, add_number, add_numbers
 from fx_fusion.bench.decode_models import SHAPES
 from fx_fusion.bench.decode_rank import FUSED, GRAPH, Job, Measured, measure
-from fx_fusion.bench.kernel_runs import daemon_cause, mps_daemon
+from fx_fusion.bench.kernel_runs import daemon_cause, mps_daemon, told_to_end
 from fx_fusion.errors import SpawnError
 from fx_fusion.settings import KERNELS
 from fx_fusion.testing import spawn
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
             progress=progress,
         )
         try:
-            with mps_daemon() if options.mps else contextlib.nullcontext():
+            with mps_daemon() if options.mps else contextlib.nullcontext(), told_to_end():
                 spawn(
                     measure,
                     options.world_size,
@@ -150,6 +150,8 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
             rows = _rows(options, Path(job.results))
             if not rows:
                 raise
+            if options.csv is not None:
+                common.write_csv(options.csv, rows, options.conditions)
             shown = common.plain(table(rows, options))
             raise SpawnError(f"{error}\n\nMeasured before that:\n{shown}") from None
         return _rows(options, Path(job.results))

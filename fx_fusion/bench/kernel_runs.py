@@ -57,7 +57,7 @@ def measured_run(job: Job, world_size: int, timeout: float) -> list[Measured]:
     with tempfile.TemporaryDirectory(prefix="fx_fusion_bench_") as folder:
         partial = str(Path(folder) / "measured")
         try:
-            with _told_to_end():
+            with told_to_end():
                 found: list[Measured] = spawn(
                     rank_job,
                     world_size,
@@ -77,7 +77,7 @@ def measured_run(job: Job, world_size: int, timeout: float) -> list[Measured]:
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
+def told_to_end() -> Iterator[None]:
     """Turn SIGTERM (of `timeout`, of a batch system) into an error, so that what is done is kept."""
 
     def end(*_: object) -> None:

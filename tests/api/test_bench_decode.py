@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -53,19 +54,26 @@ def test_a_small_run_on_the_cpu_compares_the_candidates_with_eager(
     assert all(0 < row.low <= row.median <= row.high for row in rows)
 
 
-def test_what_was_measured_before_a_failure_is_shown_with_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("cause", ["rank 1 was lost", "SIGTERM"])
+def test_what_was_measured_before_a_failure_is_shown_with_it_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cause: str
 ) -> None:
     def spawn(function: object, world_size: int, *, args: tuple[Job], **_: object) -> None:
         ours = {"fx_fusion": Measured(step=[2.0, 3.0, 4.0], host=[1.0, 1.0, 1.0])}
         with open(args[0].results, "wb") as file:
             pickle.dump([ours] * world_size, file)
-        raise SpawnError("rank 1 was lost")
+        if cause == "SIGTERM":  # as `timeout` sends it
+            signal.raise_signal(signal.SIGTERM)
+        raise SpawnError(cause)
 
     monkeypatch.setattr(decode, "spawn", spawn)
-    words = ("--device", "cpu", "--shapes", "tiny", "--tokens", "5,6")
-    with pytest.raises(SpawnError, match=r"(?s)rank 1 was lost.*before that.*3\.0 \(2\.5-3\.5"):
-        BENCH.run(options_of(*words), "")
+    path = tmp_path / "decode.csv"
+    words = ["--device", "cpu", "--shapes", "tiny", "--tokens", "5,6", "--csv", str(path)]
+    with pytest.raises(SpawnError, match=rf"(?s){cause}.*before that.*3\.0 \(2\.5-3\.5"):
+        common.main(BENCH, words)
+    assert [line.split(",")[:4] for line in path.read_text().splitlines()[1:]] == [
+        ["tiny", "fx_fusion", "2", "5"]
+    ]
 
 
 def test_graphs_are_set_against_graphs_and_plain_steps_against_plain_steps() -> None:

@@ -57,6 +57,7 @@ __all__ = [
     "register_in_place",
     "registered_groups",
     "reset_inductor",
+    "restart_group_names",
     "run_post_grad_passes",
     "runs_post_grad_passes",
     "versions",
@@ -143,6 +144,17 @@ def registered_groups() -> dict[Any, Any]:
 
     groups: dict[Any, Any] = _world.pg_map
     return groups
+
+
+def restart_group_names() -> None:
+    """Name process groups from "0" on again, where there is none.
+
+    torch does so when the default group is destroyed, but not when making it failed: the next
+    one would be called "1".
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = 0
 
 
 def register_in_place(

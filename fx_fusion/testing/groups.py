@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from fx_fusion.compat import restart_group_names
 from fx_fusion.errors import GroupError
 
 
@@ -15,7 +16,8 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     """Make the default process group one of `world_size` ranks, of which only this one exists.
 
     Collectives return at once and leave their data as it is, so graphs can be traced,
-    compiled and looked at on one machine; numbers that come out of them mean nothing.
+    compiled and looked at on one machine; numbers that come out of them mean nothing. The group
+    is always named "0", so graphs, which hold the name, don't depend on what ran before.
 
     Args:
         world_size: Ranks the group claims to have.
@@ -41,6 +43,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             f" ({dist.get_backend()}, {dist.get_world_size()} ranks); call"
             " torch.distributed.destroy_process_group() first."
         )
+    restart_group_names()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         group = dist.group.WORLD

@@ -31,6 +31,14 @@ def test_a_fake_group_is_gone_after_an_error_too() -> None:
     assert not dist.is_initialized()
 
 
+def test_a_fake_group_s_name_does_not_depend_on_what_failed_before() -> None:
+    # torch counts the group that isn't made all the same
+    with pytest.raises(RuntimeError, match="nowhere"):
+        dist.init_process_group("gloo", init_method="nowhere://", rank=0, world_size=2)
+    with fake_group(2) as group:
+        assert group.group_name == "0"
+
+
 def test_a_second_default_group_is_refused_and_the_first_stays() -> None:
     with fake_group(2):
         refused = pytest.raises(GroupError, match=r"default group \(fake, 2 ranks\)")

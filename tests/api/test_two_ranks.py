@@ -17,6 +17,7 @@ from torch._inductor import config
 
 import fx_fusion
 from fx_fusion.errors import WorldSizeError
+from fx_fusion.passes.graph_pass import FusionPass
 from fx_fusion.testing import fake_group, spawn
 
 pytest_plugins = ["compile_fixtures"]
@@ -52,6 +53,7 @@ def cached(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     assert gradient is not None
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     return {
+        "key": FusionPass().key(),
         "pass calls": len(graphs),
         "cache hits": (hits, counters["inductor"]["fxgraph_cache_hit"]),
         "reports": [report.to_dict() for report in fx_fusion.reports()],
@@ -65,6 +67,8 @@ def test_a_warm_cache_gives_the_fused_graphs_and_reports_without_a_pass(tmp_path
     cold = spawn(cached, 2, timeout=300, args=(str(tmp_path),))
     assert 3 <= sum(rank["pass calls"] for rank in cold) <= 6
     warm = spawn(cached, 2, timeout=300, args=(str(tmp_path),))
+    # Other keys mean other graphs, and rightly so: say, a source was saved since then.
+    assert [rank["key"] for rank in cold + warm] == [cold[0]["key"]] * 4
     assert [rank["pass calls"] for rank in warm] == [0, 0]
     assert [rank["cache hits"] for rank in warm] == [(2, 3), (2, 3)]
     for number, rank in enumerate(cold + warm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -133,6 +134,9 @@ def captured_call(
     """
     _check(settings)
     fn = _compiled_target(fn)
+    while isinstance(fn, functools.partial):  # its tensors are arguments like the others
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = _compiled_target(fn.func)
     capture = _capture(settings, text)
     leaves = pytree.tree_leaves((args, kwargs))
     modules = modules_of(fn, leaves)

@@ -51,6 +51,13 @@ def test_a_golden_file_is_asked_for_written_checked_and_told_apart(
     assert golden.read_text() == text
 
 
+def test_a_call_s_keywords_are_looked_at_like_its_other_arguments(tmp_path: Path) -> None:
+    golden = tmp_path / "graph.txt"
+    given = (f"{written(tmp_path)}:layer_norm", "--file", str(golden), "--update")
+    assert snapshot(*given) == (0, f"{golden}: written\n")
+    assert "p1: bf16[64, 4096]" in golden.read_text()  # `residual`, on meta as x is
+
+
 def test_arguments_that_name_no_snapshot_are_refused(tmp_path: Path) -> None:
     given = (f"{written(tmp_path)}:build", "--file", str(tmp_path / "golden.txt"), "--update")
     for more, words in (

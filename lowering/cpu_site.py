@@ -27,8 +27,12 @@ class CpuSite:
     workspace, else unfused.
     """
 
-    def __init__(self, **constants: Any) -> None:
-        """Take every argument of the op that isn't a tensor."""
+    def __init__(self, *, may_overwrite_x: bool = False, **constants: Any) -> None:
+        """Take every argument of the op that isn't a tensor.
+
+        `may_overwrite_x`: nobody reads x after the site.
+        """
+        self._may_overwrite_x = may_overwrite_x
         self._constants: dict[str, Any] = constants
         self._name: str = constants["group_name"]
         self._group: dist.ProcessGroup | None = None
@@ -84,7 +88,8 @@ class CpuSite:
         workspace = dispatch.cpu_workspace_for(arguments, group)
         self._group, self._bound = group, None
         if workspace is None:
-            copy_results(unfused.run(arguments, group), results)
+            made = unfused.run(arguments, group, may_overwrite_x=self._may_overwrite_x)
+            copy_results(made, results)
             return None
         self._bound = BoundCall(arguments, workspace)
         return self._bound

@@ -7,6 +7,7 @@ than its peers would be a deadlock.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -29,8 +30,20 @@ if TYPE_CHECKING:
     from fx_fusion.lowering.triton_workspace import TritonWorkspace
 
 
-def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
-    """Run one call on the kernel that can take it, or on the unfused path."""
+def run(
+    arguments: Arguments,
+    group: dist.ProcessGroup,
+    results: Results | None = None,
+    *,
+    may_overwrite_x: bool = False,
+) -> Results:
+    """Run one call on the kernel that can take it, or on the unfused path.
+
+    Arguments as in `unfused.run`; kernels return new tensors and leave x alone.
+    """
+    on_unfused = functools.partial(
+        unfused.run, arguments, group, results, may_overwrite_x=may_overwrite_x
+    )
     x = arguments.x
     if x.device.type == "cpu":
         workspace = cpu_workspace_for(arguments, group)
@@ -43,8 +56,8 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
         if (library := kernel_of(arguments.plan)) in FOREIGN:
             from fx_fusion.lowering import foreign
 
-            results = foreign.run(arguments, group, library)
-            return unfused.run(arguments, group) if results is None else results
+            made = foreign.run(arguments, group, library)
+            return on_unfused() if made is None else made
         gpu = gpu_workspace_for(arguments, group)
         if gpu is not None:
             from fx_fusion.lowering import gpu_kernel
@@ -55,7 +68,7 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
             from fx_fusion.lowering import triton_kernel
 
             return triton_kernel.run(arguments, triton)
-    return unfused.run(arguments, group)
+    return on_unfused()
 
 
 def meet_once(arguments: Arguments, group: dist.ProcessGroup) -> None:

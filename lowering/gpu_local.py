@@ -19,7 +19,7 @@ import torch
 
 from fx_fusion.lowering import gpu_build, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
-from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.arguments import Arguments, Results, is_aligned
 from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
@@ -97,15 +97,20 @@ class LocalLauncher:
         self._function.launch(clusters, stream, self._pointers)
 
 
-def run(reduced: torch.Tensor, arguments: Arguments) -> Results | None:
+def run(
+    reduced: torch.Tensor, arguments: Arguments, results: Results | None = None
+) -> Results | None:
     """Add and normalise; None where the kernel can't, so that torch's own have to.
 
     Args:
         reduced: The sum over ranks on a GPU, contiguous, not empty, of x's shape and dtype.
         arguments: The op's; its `x` isn't looked at.
+        results: Where to write, contiguous, the residual's memory among it if need be, None
+            for what isn't wanted; None for new tensors, which are made too where one of these
+            isn't aligned.
 
     Returns:
-        New contiguous tensors; `reduced` itself where it is wanted.
+        Contiguous tensors; `reduced` itself where it is wanted.
     """
     arch = device_arch(reduced.device)
     if not gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1]):
@@ -113,16 +118,20 @@ def run(reduced: torch.Tensor, arguments: Arguments) -> Results | None:
     index = reduced.device.index
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            return run(reduced, arguments)
+            return run(reduced, arguments, results)
     machine = machine_of(index)
     if machine is None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(index)
-    return enqueue(reduced, arguments, machine, stream)
+    return enqueue(reduced, arguments, machine, stream, results)
 
 
 def enqueue(
-    reduced: torch.Tensor, arguments: Arguments, machine: Machine, stream: int
+    reduced: torch.Tensor,
+    arguments: Arguments,
+    machine: Machine,
+    stream: int,
+    results: Results | None = None,
 ) -> Results | None:
     """Put one call into the stream; None where the variant can't be had."""
     local = arguments._replace(x=reduced, want_reduced=False)
@@ -131,9 +140,11 @@ def enqueue(
         launcher = launcher_for(local, rows, machine)
         if launcher is None:
             return None
+        if results is None or not all(map(is_aligned, results)):
+            results = gpu_kernel.empty_results(local)
         # The scale is taken in fp32, as the eager lines of the unfused path do.
-        results = gpu_kernel.submit(local, [(launcher, 0, rows)], stream, torch.float32)
-    return results._replace(reduced=reduced) if arguments.want_reduced else results
+        made = gpu_kernel.submit(local, [(launcher, 0, rows)], stream, torch.float32, results)
+    return made._replace(reduced=reduced) if arguments.want_reduced else made
 
 
 def _spread(arguments: Arguments, rows: int, machine: Machine) -> Geometry:

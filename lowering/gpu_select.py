@@ -85,7 +85,7 @@ GPU_SAFE_SENT_BYTES: Final = 1024 * 1024
 #: on such a GPU; elsewhere they run only if `kernel="fx_fusion"`. Two ranks: on two H200s and on
 #: one that they share; more: on one H200 that they share.
 GPU_PROVEN: Final[frozenset[tuple[str, int]]] = frozenset(
-    {("sm_90", 2), ("sm_90", 3), ("sm_90", 4), ("sm_90", 8)}
+    {("sm_90", 2), ("sm_90", 3), ("sm_90", 4), ("sm_90", 6), ("sm_90", 8)}
 )
 #: Archs on which the local add+norm kernel's tests have passed; elsewhere it runs only if
 #: `kernel="fx_fusion"`. It changes no norm by more than an ulp and meets no other rank.

@@ -39,7 +39,7 @@ MOST_CALLS: Final = 1024
 
 
 def gpu_site(**constants: Any) -> Any:
-    """The entry point of a site; takes every argument of the op that isn't a tensor."""
+    """The entry point of a site; takes what `GpuSite` takes."""
     site = GpuSite(**constants)
     return entry_point(site.site, site, compat.registered_groups())
 
@@ -54,8 +54,12 @@ class GpuSite:
         site: What the launcher in C reads.
     """
 
-    def __init__(self, **constants: Any) -> None:
-        """Take every argument of the op that isn't a tensor."""
+    def __init__(self, *, may_overwrite_x: bool = False, **constants: Any) -> None:
+        """Take every argument of the op that isn't a tensor.
+
+        `may_overwrite_x`: nobody reads x after the site.
+        """
+        self._may_overwrite_x = may_overwrite_x
         self._constants: dict[str, Any] = constants
         self._eps = float(constants["eps"])
         self._scale = float(constants.get("scale", 1.0))
@@ -119,7 +123,10 @@ class GpuSite:
         dispatch.meet_once(arguments, group)
         workspace = dispatch.gpu_workspace_for(arguments, group)
         if workspace is None:
-            copy_results(dispatch.run(arguments, group), results)
+            made = dispatch.run(
+                arguments, group, results, may_overwrite_x=self._may_overwrite_x
+            )
+            copy_results(made, results)
             return
         algorithm = dispatch.gpu_algorithm_for(arguments)
         workspace.check()

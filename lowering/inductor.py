@@ -39,6 +39,7 @@ from fx_fusion.lowering import cpp_code
 from fx_fusion.lowering.arguments import Results
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm, into_residual, with_residual
 from fx_fusion.lowering.residual_memory import may_mutate_residual, owns_all_its_memory
+from fx_fusion.lowering.x_memory import may_overwrite_x
 
 _POSITIONAL: Final = ("x", "residual", "weight", "bias", "eps", "group_name", "world_size")
 #: Whether generated C++ calls sites of GPUs without the dispatcher. It has run over a stub of the
@@ -63,6 +64,7 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         constants: Every argument of the op that isn't a tensor.
         tensors: The tensor arguments by name.
         results: Norm, hidden state, reduced value and rstd; None where not wanted.
+        site_constants: `constants`, and whether the site may overwrite its x.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         constants: dict[str, Any],
         tensors: dict[str, Any],
         results: tuple[Any, ...],
+        overwrites_x: bool,
     ) -> None:
         """Register the site with Inductor's graph, and that it writes to `results`."""
         self.constants, self.tensors, self.results = constants, tensors, results
+        self.site_constants = constants | ({"may_overwrite_x": True} if overwrites_x else {})
         device = tensors["x"].get_device()
         named = {name: value for name, value in constants.items() if name not in _POSITIONAL}
         positional = [{**tensors, **constants}.get(name) for name in _POSITIONAL]
@@ -103,7 +107,7 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         # one a site: a site binds its dtypes and hidden size at its first call
         name = f"fx_fusion_site_{self.get_name()}"
         constants = ", ".join(
-            f"{key}={value!r}" for key, value in sorted(self.constants.items())
+            f"{key}={value!r}" for key, value in sorted(self.site_constants.items())
         )
         given = [self._number(key) for key in _NUMBERS]
         given += [_reference(self.tensors.get(key)) for key in _ARRAYS]
@@ -146,7 +150,7 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
         wrapper.writeline(
             cpp_code.call(
                 name,
-                cpp_code.describe(self.constants, self.tensors, self.results, on_gpu),
+                cpp_code.describe(self.site_constants, self.tensors, self.results, on_gpu),
                 wrapper.codegen_sizevar(sympy_product(self.tensors["x"].get_size()[:-1])),
                 numbers,
                 [*inputs, *scalars, *results],
@@ -252,7 +256,7 @@ def _planned(arguments: dict[str, Any], hidden: Any = None) -> Results:
         result.data if _wanted(name, arguments) else None
         for name, result in zip(_WANTED, results, strict=True)
     )
-    PlannedSite(constants, tensors, planned)
+    PlannedSite(constants, tensors, planned, may_overwrite_x(V.graph.current_node))
     return results
 
 

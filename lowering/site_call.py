@@ -34,7 +34,7 @@ def arguments_of(
 
 
 def copy_results(made: Results, given: Results) -> None:
-    """Copy what is wanted; what isn't is None in `given`."""
+    """Copy what is wanted and not there yet; what isn't wanted is None in `given`."""
     for source, target in zip(made, given, strict=True):
-        if target is not None:
+        if target is not None and source is not target:
             target.copy_(source)

@@ -12,24 +12,37 @@ import torch.distributed as dist
 from fx_fusion.lowering.arguments import Arguments, Results
 
 
-def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
-    """Reduce over `group`, then add and normalise; results are new contiguous tensors.
-
-    `group` is the one that `arguments` names, of the size that they name.
+def run(
+    arguments: Arguments,
+    group: dist.ProcessGroup,
+    results: Results | None = None,
+    *,
+    may_overwrite_x: bool = False,
+) -> Results:
+    """Reduce over `group`, then add and normalise.
 
     On a GPU the lines after the all_reduce are one kernel of our own where it can be had.
 
     Layout is a local fact, so it must steer nothing: x and residual are copied where they
     aren't contiguous, and ranks with other layouts still sum and round alike.
+
+    Args:
+        arguments: The op's.
+        group: The one that they name, of the size that they name.
+        results: Where results may be written; None, or None for one of them, for new tensors.
+        may_overwrite_x: x may hold the sum afterwards, which saves a copy of it.
+
+    Returns:
+        Contiguous tensors: new ones, those of `results`, or x as the reduced value.
     """
     x = arguments.x.contiguous()
-    reduced = _reduce(x, arguments, group)
+    reduced = _reduce(x, arguments, group, may_overwrite_x or x is not arguments.x)
     if reduced.is_cuda and reduced.numel():
         from fx_fusion.lowering import gpu_local
 
-        results = gpu_local.run(reduced, arguments)
-        if results is not None:
-            return results
+        made = gpu_local.run(reduced, arguments, results)
+        if made is not None:
+            return made
     hidden = _hidden_state(reduced, arguments)
     norm, rstd = _norm(hidden, arguments)
     if hidden is reduced and arguments.want_residual and arguments.want_reduced:
@@ -42,16 +55,18 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
     )
 
 
-def _reduce(x: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks in x's dtype, as a new tensor; `x` is contiguous."""
+def _reduce(
+    x: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup, in_place: bool
+) -> torch.Tensor:
+    """The sum over ranks in x's dtype, in x or in a new tensor; `x` is contiguous."""
     if x.numel() == 0:
         # The number of tokens is the same on all ranks, so all of them leave here.
         return torch.empty_like(x)
     if arguments.deterministic:
         return _sum_in_rank_order(x, group)
     collectives = torch.ops._c10d_functional
-    pending = collectives.all_reduce(x, "sum", arguments.group_name)
-    result: torch.Tensor = collectives.wait_tensor(pending)
+    all_reduce = collectives.all_reduce_ if in_place else collectives.all_reduce
+    result: torch.Tensor = collectives.wait_tensor(all_reduce(x, "sum", arguments.group_name))
     return result
 
 

@@ -208,12 +208,20 @@ class Ranks:
 
         return self._call(arguments, queue)
 
-    def local_call(self, rank: int, arguments: Arguments) -> Results:
-        """Queue add and norm of one rank's `arguments.x`, taken as reduced already."""
+    def local_call(self, rank: int, arguments: Arguments, *, in_place: bool = False) -> Results:
+        """Queue add and norm of one rank's `arguments.x`, taken as reduced already.
+
+        With `in_place` the hidden state goes where the residual is.
+        """
         machine = gpu_local.Machine("sm_90", MULTIPROCESSORS, ctypes.c_void_p())
 
         def queue(late: Arguments) -> Results:
-            results = gpu_local.enqueue(late.x, late, machine, rank)
+            given = None
+            if in_place:
+                assert late.residual is not None
+                given = gpu_kernel.empty_results(late)._replace(residual=late.residual)
+            results = gpu_local.enqueue(late.x, late, machine, rank, given)
+            assert given is None or results is None or results.norm is given.norm
             assert results is not None
             self.kept.append(machine)
             return results

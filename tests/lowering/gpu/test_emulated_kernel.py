@@ -105,7 +105,7 @@ def test_one_shot_two_shot_and_the_local_kernel_give_the_same_bits(
         assert wrong(local, call, eager_lines(expected.reduced, call)) == []
 
 
-@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot"])
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot", "local"])
 @pytest.mark.parametrize("form", [1, 2])
 def test_the_hidden_state_may_go_where_the_residual_is(
     three: Built, form: int, algorithm: str
@@ -117,7 +117,10 @@ def test_the_hidden_state_may_go_where_the_residual_is(
         with three.ranks(seed=seed) as ranks:
             for in_place in (False, True):
                 given[in_place] = [
-                    ranks.call(rank, call, algorithm, in_place) for rank, call in enumerate(own)
+                    ranks.local_call(rank, call, in_place=in_place)
+                    if algorithm == "local"
+                    else ranks.call(rank, call, algorithm, in_place)
+                    for rank, call in enumerate(own)
                 ]
             assert ranks.run() == 0
         for one, two in zip(given[False], given[True], strict=True):

@@ -42,6 +42,10 @@ class RegistrationError(FxFusionError, ValueError):
     """An op given to `register_rms_norm` or `register_all_reduce` can't be used as told."""
 
 
+class PassFailedError(FxFusionError, RuntimeError):
+    """The pass failed on a graph that was asked for, so what was asked for isn't there."""
+
+
 class DataNeededError(FxFusionError, RuntimeError):
     """A call can't be followed to its end without the value of a tensor."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fx_fusion.errors import DataNeededError, SettingError
-from fx_fusion.report import GRAPH_KINDS
+from fx_fusion.errors import DataNeededError, PassFailedError, SettingError
+from fx_fusion.report import GRAPH_KINDS, Reason
 
 if TYPE_CHECKING:
     from fx_fusion.capture import When
@@ -40,6 +40,7 @@ def graph_snapshot(
     Raises:
         SettingError: An unknown option or value.
         DataNeededError: The call can't be followed to its end without the value of a tensor.
+        PassFailedError: The pass failed on a graph, so that "after" would show it as it was.
     """
     if when not in ("before", "after"):
         raise SettingError(f"when={when!r} must be 'before' or 'after'.")
@@ -53,6 +54,19 @@ def graph_snapshot(
         raise DataNeededError(
             f"graph_snapshot can't follow the call to its end. {incomplete}; take the snapshot of"
             " a part that doesn't need it."
+        )
+    failures = [
+        site.numbers["error"]
+        for graph in capture.graphs
+        if graph.report is not None and when == "after"
+        for site in graph.report.sites
+        if site.reason is Reason.INTERNAL_ERROR
+    ]
+    if failures:
+        raise PassFailedError(
+            f"graph_snapshot has no graph to show: fx_fusion's pass failed on it ({failures[0]})"
+            " and left it as it was. Please report this with the traceback from the log;"
+            ' when="before" shows what the pass was given.'
         )
     graphs = [graph for graph in capture.graphs if graph.text and kind in (None, graph.kind)]
     if len(graphs) == 1:

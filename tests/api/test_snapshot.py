@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fx_fusion.errors import DataNeededError, SettingError
+from fx_fusion.errors import DataNeededError, PassFailedError, SettingError
+from fx_fusion.passes import pipeline
 from fx_fusion.testing import fake_group, graph_snapshot
 
 
@@ -136,6 +138,13 @@ return (n3,)""",
     def test_a_call_that_needs_values_is_an_error(self) -> None:
         with pytest.raises(DataNeededError, match="the value of a tensor is needed here"):
             graph_snapshot(lambda x: x * x.sum().item(), torch.ones(2))
+
+    def test_a_pass_that_failed_is_an_error_and_no_graph(self) -> None:
+        fault = RuntimeError("a fault of ours")
+        with mock.patch.object(pipeline, "fuse_graph", side_effect=fault):
+            with pytest.raises(PassFailedError, match="a fault of ours"):
+                graph_snapshot(block_end, *inputs())
+            assert "all_reduce(" in graph_snapshot(block_end, *inputs(), when="before")
 
     def test_a_wrong_moment_or_kind_is_refused(self) -> None:
         wrong: Any = "now"

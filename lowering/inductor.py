@@ -37,7 +37,12 @@ from torch.utils import _pytree as pytree
 from fx_fusion import compat
 from fx_fusion.lowering import cpp_code
 from fx_fusion.lowering.arguments import Results
-from fx_fusion.lowering.ops import all_reduce_add_rms_norm, into_residual, with_residual
+from fx_fusion.lowering.ops import (
+    all_reduce_add_rms_norm,
+    into_residual,
+    over_residual,
+    with_residual,
+)
 from fx_fusion.lowering.residual_memory import may_mutate_residual, owns_all_its_memory
 from fx_fusion.lowering.x_memory import may_overwrite_x
 
@@ -171,7 +176,7 @@ class PlannedSite(cast(Any, ir)._CollectiveKernel):  # type: ignore[misc]
 def register() -> None:
     """Register the lowerings with Inductor; again and again does no harm."""
     if all_reduce_add_rms_norm not in lowerings:
-        register_lowering(into_residual, type_promotion_kind=None)(_lower_in_place)
+        register_lowering(over_residual, type_promotion_kind=None)(_lower_in_place)
         register_lowering(with_residual, type_promotion_kind=None)(_lower)
         register_lowering(all_reduce_add_rms_norm, type_promotion_kind=None)(_lower)
 
@@ -183,7 +188,7 @@ def offer_residuals(graph: torch.fx.Graph) -> None:
     without a residual. So the sites that have one become calls of that op, last of all, as
     they are shown and searched for by the op's own name.
     """
-    if not compat.register_in_place(with_residual, into_residual, 1, may_mutate_residual):
+    if not compat.register_in_place(with_residual, over_residual, 1, may_mutate_residual):
         return
     for node in graph.find_nodes(op="call_function", target=all_reduce_add_rms_norm):
         if isinstance(node.args[1], torch.fx.Node) and node.kwargs.get("want_residual"):

@@ -15,10 +15,11 @@ with torch's own promotion and rounding at each step. Results are contiguous and
 an input or each other; one that isn't wanted is an empty tensor of the dtype it would have
 had. The op is functional and total: any layout, any number of tokens, every mix of dtypes.
 
-Two more ops are for Inductor, which writes the hidden state over a residual that nobody reads any
+Three more ops are for Inductor, which writes the hidden state over a residual that nobody reads any
 more (see `inductor`). `..._with_residual` is the same op with a residual that can't be None;
-`..._in_place` writes the hidden state to the residual, whose dtype must be the hidden state's.
-Its second result is empty, as a result of an op that mutates may not alias an argument.
+`..._over_residual` writes the hidden state to the residual, whose dtype must be the hidden
+state's, and returns that: what a graph holds. `..._in_place` has an empty result there, as
+Inductor can't call an op that mutates an argument and returns it.
 
 It raises ValueError for arguments that make no sense, GradientError where autograd would need
 a formula, GroupError for a group that doesn't exist, and WorldSizeError for one of another
@@ -40,6 +41,7 @@ from fx_fusion.lowering.groups import checked_group
 NAME: Final = "all_reduce_add_rms_norm"
 WITH_RESIDUAL: Final = f"{NAME}_with_residual"
 IN_PLACE: Final = f"{NAME}_in_place"
+OVER_RESIDUAL: Final = f"{NAME}_over_residual"
 SCHEMA: Final = (
     f"{NAME}(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
     " str group_name, int world_size, *, Tensor? eps_tensor=None, float scale=1.0,"
@@ -54,6 +56,8 @@ SCHEMA: Final = (
 #: that is missing, so its name is what has to be done then.
 NEEDED_IMPORT: Final = "fx_fusion::import_fx_fusion.ops"
 
+#: The results of an op that returns the residual.
+_ALIAS: Final = "Tensor(a!) residual, Tensor reduced"
 # torch leaves it untyped.
 _torch_library: Final = cast(Any, torch.library)
 
@@ -122,6 +126,20 @@ def _fake_in_place(*args: Any, **kwargs: Any) -> Results:
     return _fake(*arguments._replace(want_residual=False))
 
 
+def _run_over_residual(*args: Any, **kwargs: Any) -> Results:
+    """The same, with the residual as the second result."""
+    residual = Arguments(*args, **kwargs).residual
+    assert residual is not None
+    return _run_in_place(*args, **kwargs)._replace(residual=residual)
+
+
+def _fake_over_residual(*args: Any, **kwargs: Any) -> Results:
+    """As `_fake_in_place`, with the residual as the second result."""
+    residual = Arguments(*args, **kwargs).residual
+    assert residual is not None
+    return _fake_in_place(*args, **kwargs)._replace(residual=residual)
+
+
 def _note_writes(*args: Any, **kwargs: Any) -> None:
     """Tell autograd that the residual isn't what it was."""
     residual = Arguments(*args, **kwargs).residual
@@ -173,7 +191,15 @@ _library.impl("import_fx_fusion.ops", _entry_address, "CompositeExplicitAutograd
 all_reduce_add_rms_norm: Final = _define(SCHEMA, _run, _fake, _refuse_gradients)
 #: The same for a site that has a residual.
 with_residual: Final = _define(_schema(WITH_RESIDUAL, "Tensor"), _run, _fake, _refuse_gradients)
-#: What takes its place in Inductor where the residual is read by nobody else.
+#: What takes its place in a graph where the residual is read by nobody else.
+over_residual: Final = _define(
+    _schema(OVER_RESIDUAL, "Tensor(a!)").replace("Tensor residual, Tensor reduced", _ALIAS, 1),
+    _run_over_residual,
+    _fake_over_residual,
+    _refuse_gradients,
+    _note_writes,
+)
+#: What Inductor's code calls for it where it goes through the dispatcher.
 into_residual: Final = _define(
     _schema(IN_PLACE, "Tensor(a!)"),
     _run_in_place,

@@ -34,9 +34,14 @@ COALESCED = torch.ops._c10d_functional.all_reduce_coalesced.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def fused_op() -> Any:
-    """The op that a fused site calls."""
-    return torch.ops.fx_fusion.all_reduce_add_rms_norm.default
+def is_fused_call(node: fx.Node) -> bool:
+    """True for a fused site; one with a residual is offered to Inductor by another name."""
+    ops = torch.ops.fx_fusion
+    return node.target in (
+        ops.all_reduce_add_rms_norm.default,
+        ops.all_reduce_add_rms_norm_with_residual.default,
+        ops.all_reduce_add_rms_norm_over_residual.default,
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Seen:
 
     def fused_calls(self) -> list[fx.Node]:
         """The calls of the fused op, in order."""
-        return [node for node in self.graph.nodes if node.target is fused_op()]
+        return [node for node in self.graph.nodes if is_fused_call(node)]
 
 
 @dataclass(frozen=True)

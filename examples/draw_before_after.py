@@ -76,6 +76,7 @@ def boxes_of(graph: fx.Graph) -> list[Box]:
 def label(node: fx.Node) -> str:
     """The op's short name, with the number it takes if it takes one."""
     name = str(node.target).removesuffix(".default").split(".")[1]
+    name = name.removesuffix("_with_residual")  # the same op, as Inductor is offered it
     numbers = [f"{arg:.6g}" for arg in node.args if type(arg) in (int, float)]
     return f"{name} {numbers[0]}" if numbers and len(node.args) == 2 else name
 

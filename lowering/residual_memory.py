@@ -13,6 +13,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 # torch's types are narrower than what is asked here.
 _ir: Final = cast(Any, ir)
@@ -29,7 +30,14 @@ def may_mutate_residual(node: torch.fx.Node) -> bool:
     """
     residual, hidden = node.args[1], node.meta["val"][1]
     assert isinstance(residual, torch.fx.Node)
-    if residual.op in ("placeholder", "get_attr") or residual.meta["val"].dtype != hidden.dtype:
+    value = residual.meta["val"]
+    if residual.op in ("placeholder", "get_attr") or value.dtype != hidden.dtype:
+        return False
+    # the hidden state is contiguous, whatever the residual is
+    if value.dim() != hidden.dim() or not all(
+        statically_known_true(one == other)
+        for one, other in zip(value.stride(), hidden.stride(), strict=True)
+    ):
         return False
     others = (node.args[0], *node.args[2:], *node.kwargs.values())
     storage = get_node_storage(residual)

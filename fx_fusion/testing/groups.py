@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fx_fusion.compat import restart_group_names
 from fx_fusion.errors import GroupError
 
 
@@ -43,6 +42,9 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             f" ({dist.get_backend()}, {dist.get_world_size()} ranks); call"
             " torch.distributed.destroy_process_group() first."
         )
+    # here, so that the processes `spawn` starts needn't load all of torch's compiler
+    from fx_fusion.compat import restart_group_names
+
     restart_group_names()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -71,3 +71,12 @@ def test_the_backend_needs_no_import_and_torch_logs_shows_what_it_did() -> None:
     assert done.stderr.count(summary) == 1
     assert "(): fused" in done.stderr  # the site, at debug level
     assert done.stdout == ""
+
+
+def test_the_processes_that_spawn_starts_load_no_compiler() -> None:
+    """Triton's interpreter, for one, is chosen before Triton is imported."""
+    code = (
+        "import sys, fx_fusion.testing;"
+        " sys.exit(any(name in sys.modules for name in ('triton', 'torch._inductor')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

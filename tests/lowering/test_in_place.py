@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import in_place_jobs as jobs
 import pytest
 import torch
+from graph_caches import caches_left_alone
 
 from fx_fusion.lowering import inductor, ops
 from fx_fusion.testing import fake_group, spawn
+
+
+@pytest.fixture(autouse=True)
+def other_tests_find_the_caches_on() -> Iterator[None]:
+    with caches_left_alone():
+        yield
 
 
 @pytest.mark.parametrize("model", jobs.CASES, ids=lambda model: model.__name__)

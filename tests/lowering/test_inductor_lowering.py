@@ -42,7 +42,7 @@ def test_a_static_and_a_dynamic_rank_meet_in_the_same_collectives() -> None:
 
 
 def test_results_are_planned_buffers_and_only_those_wanted() -> None:
-    with fake_group(2):
+    with fake_group(2), caches_left_alone():
         code = inductor_jobs.generated_code()
     call = code[code.index("def call(") :]
     (site,) = re.findall(r"fx_fusion_site_\w+\((.*)\)", call)

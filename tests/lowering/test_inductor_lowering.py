@@ -6,6 +6,7 @@ import re
 
 import inductor_jobs
 import pytest
+from graph_caches import caches_left_alone
 
 from fx_fusion.testing import fake_group, spawn
 

@@ -196,3 +196,16 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def empty_results(arguments: Arguments) -> Results:
+    """New tensors for a call's results, those that aren't wanted empty."""
+    x = arguments.x
+    norm_dtype, hidden_dtype = result_dtypes(arguments)
+    shape = x.shape
+    return Results(
+        x.new_empty(shape if arguments.want_norm else (0,), dtype=norm_dtype),
+        x.new_empty(shape if arguments.want_residual else (0,), dtype=hidden_dtype),
+        x.new_empty(shape if arguments.want_reduced else (0,)),
+        x.new_empty((*shape[:-1], 1) if arguments.want_rstd else (0,), dtype=torch.float32),
+    )

@@ -194,21 +194,28 @@ class BoundCall:
         )
 
 
-def run(arguments: Arguments, workspace: CpuWorkspace) -> Results:
-    """Run one site from the op's arguments; see `BoundCall`."""
-    return BoundCall(arguments, workspace).run_arguments(arguments)
+def run(
+    arguments: Arguments, workspace: CpuWorkspace, results: Results | None = None
+) -> Results:
+    """Run one site from the op's arguments; see `BoundCall`.
 
-
-def run_into(arguments: Arguments, workspace: CpuWorkspace, results: Results) -> None:
-    """Run one site into given results, contiguous; the residual's own memory may be one."""
-    tensors = (arguments.x, arguments.residual, arguments.weight, arguments.bias)
+    `results`: where to write, contiguous, the residual's own memory among it if need be; None
+    for new tensors.
+    """
+    bound = BoundCall(arguments, workspace)
+    if results is None:
+        return bound.run_arguments(arguments)
     eps, scale = arguments.eps_tensor, arguments.scale_tensor
-    BoundCall(arguments, workspace).run_into(
+    bound.run_into(
         None if eps is None else float(eps.item()),
         None if scale is None else float(scale.item()),
-        *tensors,
+        arguments.x,
+        arguments.residual,
+        arguments.weight,
+        arguments.bias,
         *results,
     )
+    return results
 
 
 def _codes(arguments: Arguments) -> dict[str, int]:

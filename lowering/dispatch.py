@@ -39,7 +39,15 @@ def run(
 ) -> Results:
     """Run one call on the kernel that can take it, or on the unfused path.
 
-    Arguments as in `unfused.run`; kernels return new tensors and leave x alone.
+    Args:
+        arguments: The op's.
+        group: The one that they name.
+        results: Where results may be written, contiguous and aligned to 16 bytes, the
+            residual's memory among it if need be; None for new tensors.
+        may_overwrite_x: x may hold the sum afterwards.
+
+    Returns:
+        Contiguous tensors: new ones, those of `results`, or x as the reduced value.
     """
     on_unfused = functools.partial(
         unfused.run, arguments, group, results, may_overwrite_x=may_overwrite_x
@@ -50,7 +58,7 @@ def run(
         if workspace is not None:
             from fx_fusion.lowering import cpu_kernel
 
-            return cpu_kernel.run(arguments, workspace)
+            return cpu_kernel.run(arguments, workspace, results)
     if x.device.type == "cuda":
         meet_once(arguments, group)
         if (library := kernel_of(arguments.plan)) in FOREIGN:
@@ -62,7 +70,7 @@ def run(
         if gpu is not None:
             from fx_fusion.lowering import gpu_kernel
 
-            return gpu_kernel.run(arguments, gpu, gpu_algorithm_for(arguments))
+            return gpu_kernel.run(arguments, gpu, gpu_algorithm_for(arguments), results)
         triton = triton_workspace_for(arguments, group)
         if triton is not None:
             from fx_fusion.lowering import triton_kernel

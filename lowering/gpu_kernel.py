@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from fx_fusion.lowering import gpu_build, gpu_driver
-from fx_fusion.lowering.arguments import Arguments, Results, aligned, result_dtypes
+from fx_fusion.lowering.arguments import Arguments, Results, aligned, empty_results
 from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_layout import (
     MAX_WORLD_SIZE,
@@ -278,19 +278,6 @@ def variant_key(arguments: Arguments) -> tuple[Any, ...]:
         None if arguments.bias is None else arguments.bias.dtype,
         has_scale(arguments),
         arguments[10:19],  # from add_dtype to want_rstd
-    )
-
-
-def empty_results(arguments: Arguments) -> Results:
-    """New tensors for a call's results, those that aren't wanted empty."""
-    x = arguments.x
-    norm_dtype, hidden_dtype = result_dtypes(arguments)
-    shape = x.shape
-    return Results(
-        x.new_empty(shape if arguments.want_norm else (0,), dtype=norm_dtype),
-        x.new_empty(shape if arguments.want_residual else (0,), dtype=hidden_dtype),
-        x.new_empty(shape if arguments.want_reduced else (0,)),
-        x.new_empty((*shape[:-1], 1) if arguments.want_rstd else (0,), dtype=torch.float32),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from fx_fusion.lowering import gpu_build, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
-from fx_fusion.lowering.arguments import Arguments, Results, is_aligned
+from fx_fusion.lowering.arguments import Arguments, Results, empty_results, is_aligned
 from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_driver import DriverError
 from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
@@ -141,7 +141,7 @@ def enqueue(
         if launcher is None:
             return None
         if results is None or not all(map(is_aligned, results)):
-            results = gpu_kernel.empty_results(local)
+            results = empty_results(local)
         # The scale is taken in fp32, as the eager lines of the unfused path do.
         made = gpu_kernel.submit(local, [(launcher, 0, rows)], stream, torch.float32, results)
     return made._replace(reduced=reduced) if arguments.want_reduced else made

@@ -7,13 +7,16 @@ reads no other thread's. What runs elsewhere is copied.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 
 from fx_fusion.lowering import dispatch
-from fx_fusion.lowering.arguments import Arguments, Results, is_aligned, result_dtypes
+from fx_fusion.lowering.arguments import (
+    Arguments,
+    Results,
+    empty_results,
+    is_aligned,
+    result_dtypes,
+)
 
 
 def check(arguments: Arguments) -> None:
@@ -41,34 +44,12 @@ def run(arguments: Arguments, group: dist.ProcessGroup) -> Results:
     """
     residual = arguments.residual
     assert residual is not None
-    results = None
+    given = None
     if residual.is_contiguous() and is_aligned(residual):
-        results = _run_into(residual, arguments, group)
-    if results is None:  # layout is a local fact: it costs a copy, and chooses no other path
-        results = dispatch.run(arguments, group)
-        residual.copy_(results.residual)
-    return results._replace(residual=residual.new_empty(0))
-
-
-def _run_into(
-    residual: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup
-) -> Results | None:
-    """Run on a kernel that writes where it is told; None if the call isn't one of its."""
-    device = arguments.x.device.type
-    workspace: Any = None
-    if device == "cpu":
-        workspace = dispatch.cpu_workspace_for(arguments, group)
-    elif device == "cuda":
-        dispatch.meet_once(arguments, group)
-        workspace = dispatch.gpu_workspace_for(arguments, group)
-    if workspace is None:
-        return None
-    from fx_fusion.lowering import cpu_kernel, gpu_kernel
-
-    results = gpu_kernel.empty_results(arguments._replace(want_residual=False))
-    results = results._replace(residual=residual)
-    if device == "cpu":
-        cpu_kernel.run_into(arguments, workspace, results)
-        return results
-    algorithm = dispatch.gpu_algorithm_for(arguments)
-    return gpu_kernel.run(arguments, workspace, algorithm, results)
+        # layout is a local fact: it costs a copy, and chooses no other path
+        given = empty_results(arguments._replace(want_residual=False))
+        given = given._replace(residual=residual)
+    made = dispatch.run(arguments, group, given)
+    if made.residual is not residual:
+        residual.copy_(made.residual)
+    return made._replace(residual=residual.new_empty(0))

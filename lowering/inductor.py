@@ -19,8 +19,8 @@ A registered lowering makes each site a collective of Inductor's IR. That does t
       site(None, None, buf4, buf1, arg4_1, None, buf5, buf1, None, None)
 
 With the C++ wrapper and in AOTInductor's packages the code calls the same entry points, see
-`cpp_code`. On GPUs (`CPP_ON_GPU`), and where tensors of that code aren't tensors of torch's
-(AOTInductor's `allow_stack_allocation`), it calls the op itself, through the dispatcher.
+`cpp_code`. Where tensors of that code aren't tensors of torch's (AOTInductor's
+`allow_stack_allocation`) it calls the op itself, through the dispatcher.
 """
 
 from __future__ import annotations
@@ -47,9 +47,6 @@ from fx_fusion.lowering.residual_memory import may_mutate_residual, owns_all_its
 from fx_fusion.lowering.x_memory import may_overwrite_x
 
 _POSITIONAL: Final = ("x", "residual", "weight", "bias", "eps", "group_name", "world_size")
-#: Whether generated C++ calls sites of GPUs without the dispatcher. It has run over a stub of the
-#: driver alone; to be turned on when tests/gpu/test_compiled.py has passed with cpp_wrapper.
-CPP_ON_GPU = False
 #: Tensors whose memory a call reads, in its order; then those that stand for a number.
 _ARRAYS: Final = ("x", "residual", "weight", "bias")
 _NUMBERS: Final = ("eps", "scale")
@@ -197,7 +194,7 @@ def offer_residuals(graph: torch.fx.Graph) -> None:
 
 def _lower(*args: Any, **kwargs: Any) -> Any:
     """The op's lowering: one site and its four results."""
-    if _by_the_dispatcher(args[0]):
+    if _by_the_dispatcher():
         return _dispatched(all_reduce_add_rms_norm, *args, **kwargs)
     return _planned(dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
 
@@ -212,19 +209,16 @@ def _lower_in_place(x: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
         return _lower(x, residual, *args, **kwargs)
     # What reads the old value has to be in front of the site in Inductor's list of operations.
     V.graph.mark_buffer_mutated(name)
-    if _by_the_dispatcher(x):
+    if _by_the_dispatcher():
         results = _dispatched(into_residual, x, residual, *args, **kwargs)
         return results._replace(residual=residual)
     given = (x, residual, *args)
     return _planned(dict(zip(_POSITIONAL, given, strict=False)) | kwargs, residual)
 
 
-def _by_the_dispatcher(x: Any) -> bool:
-    """True for C++ whose tensors aren't torch's own, or of GPUs, which none has run yet."""
-    if not V.graph.cpp_wrapper:
-        return False
-    unproven = runs_on_gpu(x.get_device()) and not CPP_ON_GPU
-    return unproven or bool(config.aot_inductor.allow_stack_allocation)
+def _by_the_dispatcher() -> bool:
+    """True for C++ whose tensors aren't torch's own."""
+    return V.graph.cpp_wrapper and bool(config.aot_inductor.allow_stack_allocation)
 
 
 def _dispatched(op: Any, *args: Any, **kwargs: Any) -> Results:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from fx_fusion.lowering import triton_build
-from fx_fusion.lowering.arguments import Arguments, Results, aligned
-from fx_fusion.lowering.gpu_kernel import _scalar, empty_results, variant_key
+from fx_fusion.lowering.arguments import Arguments, Results, aligned, empty_results
+from fx_fusion.lowering.gpu_kernel import _scalar, variant_key
 from fx_fusion.lowering.gpu_variant import bias_out_dtype
 from fx_fusion.lowering.triton_layout import region_of
 from fx_fusion.lowering.triton_workspace import TritonWorkspace

@@ -108,6 +108,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)"
     )
     parser.add_argument(
+        "--cpp-wrapper",
+        action="store_true",
+        help="have Inductor launch the compiled candidates' kernels from C++ (its cpp_wrapper)",
+    )
+    parser.add_argument(
         "--mps",
         action="store_true",
         help="where ranks share a GPU: run them side by side, under an MPS daemon of their own",
@@ -133,6 +138,7 @@ def run(options: argparse.Namespace, progress: str = "") -> list[Row]:
             cache_length=options.cache_length,
             rounds=options.rounds,
             kernel=options.kernel,
+            cpp_wrapper=options.cpp_wrapper,
             cells=cells_of(options),
             results=str(Path(folder) / "results"),
             progress=progress,
@@ -229,7 +235,8 @@ def table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
         )
     return Table(
         f"decode step of {options.layers} layers, {options.world_size} ranks, {options.dtype},"
-        f" cache {options.cache_length}, torch {torch.__version__}: us, median (quartiles) of"
+        f" cache {options.cache_length}, torch {torch.__version__}"
+        f"{', C++ wrapper' if options.cpp_wrapper else ''}: us, median (quartiles) of"
         f" {options.rounds}, slowest rank; x = over fx_fusion",
         (
             *("shape", "tokens", "candidate", "us a step", "x"),

@@ -62,6 +62,7 @@ class Job:
     cache_length: int
     rounds: int
     kernel: str
+    cpp_wrapper: bool
     cells: Sequence[tuple[str, int]]
     results: str
     progress: str = ""
@@ -239,7 +240,7 @@ def _compiled(
 
     measured = Measured()
     sources: list[str] = []
-    options: dict[str, Any] = {"triton.cudagraphs": False}
+    options: dict[str, Any] = {"triton.cudagraphs": False, "cpp_wrapper": job.cpp_wrapper}
     if name == INDUCTOR and job.device == "cuda":
         options |= _ONE_SHOT_OPTIONS
 

@@ -12,7 +12,6 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from fx_fusion import FusionReport
 from fx_fusion.compiled import PACKAGE_KEY
-from fx_fusion.lowering import inductor
 from fx_fusion.testing import fake_group
 
 pytestmark = [
@@ -29,7 +28,6 @@ def test_the_fused_graph_runs_on_real_ranks(
     stubs = Path(str(CUDA_HOME)) / "lib64" / "stubs"
     before = os.environ.get("LIBRARY_PATH")
     monkeypatch.setenv("LIBRARY_PATH", f"{stubs}:{before}" if before else str(stubs))
-    monkeypatch.setattr(inductor, "CPP_ON_GPU", True)
     expected = aot_support.write_calls(tmp_path, 2)
     with fake_group(2):
         aot_support.compile_package(tmp_path / "model.pt2", "cuda", kernel="fx_fusion")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import fx_fusion
 from fx_fusion.lowering import dispatch, gpu_kernel, gpu_launch, gpu_site
-from fx_fusion.lowering.arguments import Arguments, Results, check
+from fx_fusion.lowering.arguments import Arguments, Results, check, empty_results
 from fx_fusion.lowering.gpu_workspace import gpu_workspace
 from fx_fusion.lowering.groups import checked_group
 from fx_fusion.lowering.ops import all_reduce_add_rms_norm
@@ -116,7 +116,7 @@ def costs(rank: int, world_size: int, hidden: int) -> dict[str, float]:
     ways["  of it, choosing the path"] = choose
     ways["  of it, checks"] = checks
     ways["  of it, kernel and results"] = lambda: gpu_kernel.run(arguments, workspace)
-    ways["  of it, results"] = lambda: gpu_kernel.empty_results(arguments)
+    ways["  of it, results"] = lambda: empty_results(arguments)
     ways["torch.cuda.is_available()"] = torch.cuda.is_available
     ways["compiled x + residual, one Triton kernel"] = lambda: add(x, residual)
     return {name: median(call) for name, call in ways.items()}

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_layout, gpu_local
-from fx_fusion.lowering.arguments import Arguments, Results
+from fx_fusion.lowering.arguments import Arguments, Results, empty_results
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, mark_empty
@@ -199,7 +199,7 @@ class Ranks:
         """
 
         def queue(late: Arguments) -> Results:
-            results = gpu_kernel.empty_results(late)
+            results = empty_results(late)
             if in_place:
                 assert late.residual is not None
                 results = results._replace(residual=late.residual)
@@ -219,7 +219,7 @@ class Ranks:
             given = None
             if in_place:
                 assert late.residual is not None
-                given = gpu_kernel.empty_results(late)._replace(residual=late.residual)
+                given = empty_results(late)._replace(residual=late.residual)
             results = gpu_local.enqueue(late.x, late, machine, rank, given)
             assert given is None or results is None or results.norm is given.norm
             assert results is not None

@@ -110,7 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpp-wrapper",
         action="store_true",
-        help="have Inductor launch the compiled candidates' kernels from C++ (its cpp_wrapper)",
+        help="Inductor's C++ wrapper launches the compiled candidates' kernels, but for its own"
+        " one-shot, which can't be compiled so",
     )
     parser.add_argument(
         "--mps",

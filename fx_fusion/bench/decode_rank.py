@@ -240,9 +240,13 @@ def _compiled(
 
     measured = Measured()
     sources: list[str] = []
-    options: dict[str, Any] = {"triton.cudagraphs": False, "cpp_wrapper": job.cpp_wrapper}
+    options: dict[str, Any] = {"triton.cudagraphs": False}
     if name == INDUCTOR and job.device == "cuda":
+        # Not in C++: a comment of Python's stands in that code, so it doesn't compile (2.11 to
+        # 2.14; `FreeIfNotReusedLine` of torch/_inductor/codegen/wrapper.py).
         options |= _ONE_SHOT_OPTIONS
+    elif job.cpp_wrapper:
+        options["cpp_wrapper"] = True
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if name == FUSED:

@@ -1,8 +1,8 @@
 """Microseconds of the host's time for one site, by each way to run it: python host_cost.py [hidden size]
 
 Ways: the launcher in C as generated code calls it, the same through ctypes, the launches as
-Python makes them, the dispatched op, and one Triton kernel of PyTorch's own for comparison.
-Each is queued 200 times without waiting for the GPU; the median of 9 rounds, the slowest rank.
+Python makes them, the dispatched op, and one Triton kernel of PyTorch's own for comparison; a
+site on the unfused path, its parts, and what Inductor makes of the same lines by itself. Each is queued 200 times without waiting for the GPU; the median of 9 rounds, the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fx_fusion
-from fx_fusion.lowering import dispatch, gpu_kernel, gpu_launch, gpu_site
+from fx_fusion.lowering import dispatch, gpu_kernel, gpu_launch, gpu_local, gpu_site
 from fx_fusion.lowering.arguments import Arguments, Results, check, empty_results
 from fx_fusion.lowering.gpu_workspace import gpu_workspace
 from fx_fusion.lowering.groups import checked_group
@@ -55,6 +55,21 @@ def made(constants: dict[str, Any], **changes: Any) -> Any:
         mock.patch.object(gpu_site, "launch_library", return_value=launcher),
     ):
         return gpu_site.gpu_site(**constants)
+
+
+def reduced_in_place(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The collective as Inductor's code calls it."""
+    ops = torch.ops._c10d_functional
+    ops.wait_tensor.default(ops.all_reduce_.default(x, "sum", group.group_name))
+
+
+def lines_without_fusion(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The site's lines, for Inductor by itself."""
+    ops = torch.ops._c10d_functional
+    hidden = residual + ops.wait_tensor(ops.all_reduce(x * 0.5, "sum", name))
+    return torch.nn.functional.rms_norm(hidden, (x.shape[-1],), weight, 1e-6), hidden
 
 
 def costs(rank: int, world_size: int, hidden: int) -> dict[str, float]:
@@ -119,6 +134,14 @@ def costs(rank: int, world_size: int, hidden: int) -> dict[str, float]:
     ways["  of it, results"] = lambda: empty_results(arguments)
     ways["torch.cuda.is_available()"] = torch.cuda.is_available
     ways["compiled x + residual, one Triton kernel"] = lambda: add(x, residual)
+    unfused = constants | {"plan": digest_of(FusionSettings(kernel="unfused"))}
+    # zeros: it adds up in x, call after call
+    tensors = (torch.zeros_like(x), *tensors[1:])
+    ways["unfused site"] = through(made(unfused | {"may_overwrite_x": True}))
+    ways["  of it, all_reduce and wait"] = lambda: reduced_in_place(tensors[0], group)
+    ways["  of it, add and norm"] = lambda: gpu_local.run(x, arguments, results)
+    inductor = torch.compile(lines_without_fusion)
+    ways["compiled without fusion"] = lambda: inductor(x, residual, weight, group.group_name)
     return {name: median(call) for name, call in ways.items()}
 
 

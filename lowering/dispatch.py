@@ -121,6 +121,12 @@ def triton_workspace_for(
     return workspace if taken else None
 
 
+def takes_other_kernel(arguments: Arguments, group: dist.ProcessGroup) -> bool:
+    """True if a library's kernel or the one in Triton takes a call on a GPU that ours doesn't."""
+    is_foreign = kernel_of(arguments.plan) in FOREIGN
+    return is_foreign or triton_workspace_for(arguments, group) is not None
+
+
 def gpu_may_take(arguments: Arguments) -> bool:
     """True if a GPU kernel of ours takes calls of this site, if only those of few tokens."""
     x = arguments.x

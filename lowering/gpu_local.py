@@ -13,11 +13,11 @@ import functools
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_kernel
+from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results, empty_results, is_aligned
 from fx_fusion.lowering.driver import driver_for
@@ -88,11 +88,25 @@ class LocalLauncher:
         self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
         self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
 
+    @property
+    def function(self) -> gpu_driver.Function:
+        """The loaded kernel, of CUDA: the launcher in C knows no other."""
+        return cast(gpu_driver.Function, self._function)
+
+    @property
+    def parameters(self) -> bytes:
+        """The kernel's parameters as they are now, those of the last call among them."""
+        return bytes(self._parameters)
+
+    def clusters(self, rows: int) -> int:
+        """The clusters of a launch of so many rows."""
+        return min(rows, _MOST_CLUSTERS)
+
     def launch(
         self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
     ) -> None:
         """Put one launch into the stream; the machine's lock is held."""
-        clusters = min(rows, _MOST_CLUSTERS)
+        clusters = self.clusters(rows)
         gpu_kernel._CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
         self._function.launch(clusters, stream, self._pointers)
 
@@ -145,6 +159,28 @@ def enqueue(
         # The scale is taken in fp32, as the eager lines of the unfused path do.
         made = gpu_kernel.submit(local, [(launcher, 0, rows)], stream, torch.float32, results)
     return made._replace(reduced=reduced) if arguments.want_reduced else made
+
+
+def launches(
+    reduced: torch.Tensor, arguments: Arguments
+) -> list[tuple[LocalLauncher, int, int]] | None:
+    """The launches that `run` makes: variant, first row, rows; None where it makes none.
+
+    Also None for a kernel that the launcher in C can't launch, which is CUDA's.
+    """
+    arch = device_arch(reduced.device)
+    takes = gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1])
+    if not takes or not arch.startswith("sm_"):
+        return None
+    machine = machine_of(reduced.device.index)
+    if machine is None:
+        return None
+    rows = reduced.numel() // reduced.shape[-1]
+    with machine.lock:
+        launcher = launcher_for(
+            arguments._replace(x=reduced, want_reduced=False), rows, machine
+        )
+    return None if launcher is None else [(launcher, 0, rows)]
 
 
 def _spread(arguments: Arguments, rows: int, machine: Machine) -> Geometry:

@@ -13,29 +13,20 @@ the launcher doesn't cover, comes to `GpuSite`, which takes the path that the op
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from fx_fusion import compat
 from fx_fusion.lowering import dispatch, gpu_driver, gpu_kernel
-from fx_fusion.lowering.arguments import Arguments, Results, is_aligned, result_dtypes
-from fx_fusion.lowering.gpu_launch import (
-    Call,
-    Kernel,
-    Launch,
-    Site,
-    entry_point,
-    kernel_of,
-    launch_library,
-)
+from fx_fusion.lowering.arguments import Results, is_aligned
+from fx_fusion.lowering.gpu_launch import entry_point, launch_library
+from fx_fusion.lowering.gpu_learned import Learned
+from fx_fusion.lowering.gpu_unfused_site import UnfusedSite
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 from fx_fusion.lowering.groups import checked_group
 from fx_fusion.lowering.site_call import Number, Tensor, arguments_of, copy_results
-
-#: Numbers of rows whose launches a site keeps; calls with more of them cost what they cost now.
-MOST_CALLS: Final = 1024
 
 
 def gpu_site(**constants: Any) -> Any:
@@ -63,12 +54,12 @@ class GpuSite:
         self._constants: dict[str, Any] = constants
         self._eps = float(constants["eps"])
         self._scale = float(constants.get("scale", 1.0))
-        self.site = Site(eps=self._eps, scale=self._scale)
+        self._learned = Learned(self._eps, self._scale)
+        self._unfused = UnfusedSite(constants, may_overwrite_x=may_overwrite_x)
+        self.site = self._learned.site
         self._address = ctypes.addressof(self.site)
         self._group: dist.ProcessGroup | None = None
         self._workspace: GpuWorkspace | None = None
-        self._kernels: dict[gpu_kernel.Launcher, Kernel] = {}
-        self._calls: dict[int, tuple[Any, int]] = {}
         self._groups = compat.registered_groups()
         launcher = launch_library()
         self._library: Any = None if launcher.has_entry else launcher.library
@@ -110,10 +101,16 @@ class GpuSite:
         tensors = (x, residual, weight, bias, norm, hidden, reduced, rstd)
         if self._library is not None and self._launched(stream, rows, eps, scale, tensors):
             return
-        self._run(stream, eps, scale, tensors[:4], Results(*cast(Any, tensors[4:])))
+        self._run(stream, rows, eps, scale, tensors[:4], Results(*cast(Any, tensors[4:])))
 
     def _run(
-        self, stream: int, eps: Number, scale: Number, inputs: Any, results: Results
+        self,
+        stream: int,
+        rows: int,
+        eps: Number,
+        scale: Number,
+        inputs: Any,
+        results: Results,
     ) -> None:
         """The op's own way, into given results; learns the launches."""
         arguments = arguments_of(self._constants, eps, scale, *inputs)
@@ -123,15 +120,18 @@ class GpuSite:
         dispatch.meet_once(arguments, group)
         workspace = dispatch.gpu_workspace_for(arguments, group)
         if workspace is None:
-            made = dispatch.run(
-                arguments, group, results, may_overwrite_x=self._may_overwrite_x
-            )
-            copy_results(made, results)
+            if dispatch.takes_other_kernel(arguments, group):
+                made = dispatch.run(
+                    arguments, group, results, may_overwrite_x=self._may_overwrite_x
+                )
+                copy_results(made, results)
+            else:
+                self._unfused.run(stream, eps, scale, arguments, group, results)
             return
         algorithm = dispatch.gpu_algorithm_for(arguments)
         workspace.check()
         if workspace is not self._workspace or group is not self._group:
-            self._forget()
+            self._learned.forget()
             self._group, self._workspace = group, workspace
         with workspace.lock:
             workspace.order(stream)
@@ -140,52 +140,10 @@ class GpuSite:
             else:
                 made = gpu_kernel.enqueue(arguments, workspace, stream, algorithm)
                 copy_results(made, results)
-            self._learn(arguments, workspace, algorithm)
-        tensor = arguments.eps_tensor
-        self.site.takes_eps_pointer = (
-            tensor is not None
-            and tensor.dtype == torch.float32
-            and tensor.device == arguments.x.device
-        )
-
-    def _forget(self) -> None:
-        """Drop what was learned: another group or workspace, or none."""
-        self.site.call_count = 0
-        self._calls.clear()
-        self._kernels.clear()
-        self._group = self._workspace = None
-
-    def _learn(self, arguments: Arguments, workspace: GpuWorkspace, algorithm: str) -> None:
-        """Leave the launches of this number of rows to the launcher in C."""
-        rows = arguments.x.numel() // arguments.x.shape[-1]
-        if rows in self._calls or len(self._calls) == MOST_CALLS:
-            return
-        if not workspace.arch.startswith("sm_") or launch_library().library is None:
-            return
-        made = gpu_kernel.launches(arguments, rows, workspace, algorithm)
-        launches = (Launch * len(made))()
-        for launch, (launcher, first, count) in zip(launches, made, strict=True):
-            if launcher not in self._kernels:
-                self._kernels[launcher] = kernel_of(launcher.function, launcher.parameters)
-            launch.kernel = ctypes.pointer(self._kernels[launcher])
-            launch.first, launch.rows = first, count
-            launch.clusters = launcher.clusters(count)
-        self._calls[rows] = launches, len(made)
-        calls = (Call * len(self._calls))()
-        for call, (number, (array, count)) in zip(
-            calls, sorted(self._calls.items()), strict=True
-        ):
-            call.rows, call.count = number, count
-            call.launches = ctypes.cast(array, ctypes.POINTER(Launch))
-        site = self.site
-        if site.call_count == 0:
-            site.launch = gpu_driver.launch_address()
-            site.failed = workspace.host_address
-            site.stream = ctypes.addressof(workspace.stream_word)
-            site.group = id(self._group)
-            site.strides[:] = _strides(arguments)
-        site.calls = ctypes.cast(calls, ctypes.POINTER(Call))
-        site.call_count = len(calls)
+            if workspace.arch.startswith("sm_") and self._learned.wants(rows):
+                listed = gpu_kernel.launches(arguments, rows, workspace, algorithm)
+                words = workspace.host_address, ctypes.addressof(workspace.stream_word)
+                self._learned.learn(arguments, group, listed, *words)
 
     def _launched(
         self, stream: int, rows: int, eps: Number, scale: Number, tensors: tuple[Tensor, ...]
@@ -208,22 +166,3 @@ class GpuSite:
         if status < 0:
             raise gpu_driver.DriverError(f"cuLaunchKernelEx failed with error {-status}")
         return bool(status == 0)
-
-
-def _strides(arguments: Arguments) -> tuple[int, ...]:
-    """Bytes from row to row of what a launch reads and writes, in its order."""
-    x, residual = arguments.x, arguments.residual
-    hidden_size = x.shape[-1]
-    norm_dtype, hidden_dtype = result_dtypes(arguments)
-    return (
-        hidden_size * x.element_size(),
-        0 if residual is None else hidden_size * residual.element_size(),
-        0,
-        0,
-        0,
-        0,
-        hidden_size * norm_dtype.itemsize,
-        hidden_size * hidden_dtype.itemsize,
-        hidden_size * x.element_size(),
-        torch.float32.itemsize,
-    )

@@ -35,8 +35,17 @@ def run(
     Returns:
         Contiguous tensors: new ones, those of `results`, or x as the reduced value.
     """
-    x = arguments.x.contiguous()
-    reduced = _reduce(x, arguments, group, may_overwrite_x or x is not arguments.x)
+    reduced = reduce(arguments, group, may_overwrite_x=may_overwrite_x)
+    return add_and_norm(reduced, arguments, results)
+
+
+def add_and_norm(
+    reduced: torch.Tensor, arguments: Arguments, results: Results | None = None
+) -> Results:
+    """What follows the all_reduce, as `run` does it.
+
+    `reduced` is contiguous, of x's shape and dtype; `arguments.x` isn't looked at.
+    """
     if reduced.is_cuda and reduced.numel():
         from fx_fusion.lowering import gpu_local
 
@@ -55,18 +64,23 @@ def run(
     )
 
 
-def _reduce(
-    x: torch.Tensor, arguments: Arguments, group: dist.ProcessGroup, in_place: bool
+def reduce(
+    arguments: Arguments, group: dist.ProcessGroup, *, may_overwrite_x: bool = False
 ) -> torch.Tensor:
-    """The sum over ranks in x's dtype, in x or in a new tensor; `x` is contiguous."""
+    """The sum over ranks in x's dtype, contiguous, in x if that may be or in a new tensor."""
+    x = arguments.x.contiguous()
     if x.numel() == 0:
         # The number of tokens is the same on all ranks, so all of them leave here.
         return torch.empty_like(x)
     if arguments.deterministic:
         return _sum_in_rank_order(x, group)
     collectives = torch.ops._c10d_functional
+    in_place = may_overwrite_x or x is not arguments.x
+    # overloads by name: choosing one costs the host as much as a launch
     all_reduce = collectives.all_reduce_ if in_place else collectives.all_reduce
-    result: torch.Tensor = collectives.wait_tensor(all_reduce(x, "sum", arguments.group_name))
+    result: torch.Tensor = collectives.wait_tensor.default(
+        all_reduce.default(x, "sum", arguments.group_name)
+    )
     return result
 
 

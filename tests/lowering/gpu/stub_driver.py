@@ -94,6 +94,9 @@ def stubbed(workspace: Workspace | None) -> Iterator[None]:
     def workspace_for(*_: object) -> Workspace | None:
         return workspace
 
+    def no_workspace(*_: object) -> None:
+        return None
+
     def algorithm_for(*_: object) -> str:
         return "one-shot"
 
@@ -102,5 +105,6 @@ def stubbed(workspace: Workspace | None) -> Iterator[None]:
         mock.patch.object(gpu_build, "machine_code", return_value=b"code"),
         mock.patch.object(dispatch, "gpu_workspace_for", workspace_for),
         mock.patch.object(dispatch, "gpu_algorithm_for", algorithm_for),
+        mock.patch.object(dispatch, "triton_workspace_for", no_workspace),
     ):
         yield

@@ -32,7 +32,13 @@ def all_reduce(x: torch.Tensor) -> torch.Tensor:
 
 
 class Layers(torch.nn.Module):
-    """Blocks of a tensor-parallel model: two row-parallel projections, each before a norm."""
+    """Blocks of a tensor-parallel model: two row-parallel projections, each before a norm.
+
+    Attributes:
+        norms_input: There is a norm of the input, the only one that isn't part of a site.
+    """
+
+    norms_input = True
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -55,7 +61,7 @@ class Layers(torch.nn.Module):
         return torch.nn.functional.rms_norm(h, (HIDDEN,), self.weight, 1e-6)
 
     def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        n = self.norm(h)
+        n = self.norm(h) if self.norms_input else h
         for layer in range(LAYERS):
             first, second = cast(Any, self.first)[layer], cast(Any, self.second)[layer]
             up, down = cast(Any, self.up)[layer], cast(Any, self.down)[layer]

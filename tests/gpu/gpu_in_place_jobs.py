@@ -72,8 +72,7 @@ def run_model(
     results: list[tuple[torch.Tensor, ...]] = []
     with (
         mock.patch.object(inductor, "offer_residuals", offer),
-        # Inductor times configurations of its own kernels, and two choices differ in bits
-        torch._inductor.config.patch(fx_graph_cache=False, deterministic=True),
+        torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch.no_grad(),
         graphs_of_all_ranks(),
@@ -118,6 +117,8 @@ def model_two_ways(
     """
     del world_size
     model = Layers(rank)
+    # Inductor chooses its reduction's configuration by timing, and two choices differ in bits.
+    model.norms_input = False
     place = run_model(model, mode, sizes, inductor.offer_residuals)
     plain = run_model(model, mode, sizes, lambda graph: None)
     wrong = []

@@ -13,6 +13,7 @@ import torch
 from stub_driver import stub, stubbed, taken
 
 from fx_fusion.lowering import gpu_local, gpu_site, gpu_unfused_site
+from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.testing import fake_group
 
@@ -24,9 +25,14 @@ STREAM = 0x5000
 
 
 @pytest.fixture
-def on_a_gpu() -> Iterator[None]:
-    """Calls stay on the unfused path, on an H200 as far as launches go."""
-    machine = gpu_local.Machine("sm_90", 132, ctypes.c_void_p(1))
+def machine() -> gpu_local.Machine:
+    """An H200."""
+    return gpu_local.Machine("sm_90", 132, ctypes.c_void_p(1))
+
+
+@pytest.fixture
+def on_a_gpu(machine: gpu_local.Machine) -> Iterator[None]:
+    """Calls stay on the unfused path, on that GPU as far as launches go."""
     with (
         stubbed(None),
         mock.patch.object(gpu_local, "device_arch", return_value="sm_90"),
@@ -90,6 +96,25 @@ def test_the_second_call_is_a_collective_and_a_launch_from_c(
         assert (words[0] == call.x.data_ptr()) == overwrites
         assert on == stream
         assert int.from_bytes(parameters[80:84], "little") == rows
+
+
+@pytest.mark.parametrize("rows", [1, ROWS, 600])
+def test_the_launch_is_the_one_that_python_makes(
+    name: str, machine: gpu_local.Machine, rows: int
+) -> None:
+    site = entry_of(name, may_overwrite_x=True, scale=0.5)
+    Call(rows).run(site)
+    call = Call(rows)
+    with without_python():
+        call.run(site)
+    ours = taken()
+    inputs = (call.x, call.residual, call.weight, None)
+    constants: dict[str, Any] = {"eps": 1e-6, "group_name": name, "world_size": 2, "scale": 0.5}
+    arguments = Arguments(*inputs, **constants, want_residual=True)
+    results: Any = (call.norm, call.hidden, None, None)
+    gpu_local.enqueue(call.x, arguments, machine, STREAM, Results(*results))
+    assert taken() == ours
+    assert len(ours) == 1
 
 
 def test_what_python_runs_is_what_the_reference_says(name: str) -> None:

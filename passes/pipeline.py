@@ -23,6 +23,7 @@ from fx_fusion.passes.order import descendants, mutations_of
 from fx_fusion.passes.outputs import chain_nodes, output_nodes, wanted_outputs
 from fx_fusion.passes.rewrite import Rewriter
 from fx_fusion.passes.source import module_of, source_of
+from fx_fusion.passes.split_addmm import join_addmms, split_addmms
 from fx_fusion.record import GraphRecord, SiteRecord
 from fx_fusion.report import GraphReport, Reason, SiteReport
 from fx_fusion.report_text import outcome_key
@@ -50,6 +51,7 @@ def fuse_graph(
     """
     kind = kind or graph_kind(graph)
     disabled = is_disabled()
+    added = [] if disabled else split_addmms(graph)
     merged = merge_summed(graph) if settings.merge_all_reduces and not disabled else {}
     sites = find_sites(graph, find_norms(graph))
     facts = _facts(graph, kind, disabled) if sites else None
@@ -75,6 +77,7 @@ def fuse_graph(
                 alike[key] = _with_result(alike[key], rewriter.fused[-1])
         reports[found.all_reduce] = _decided(described, decision, outputs)
         records[found.all_reduce] = alike[key]
+    join_addmms(graph, added)
     ordered = _in_order(sites, reports, merged)
     kept = GraphRecord(_records_in_order(sites, records, merged), _chosen(settings))
     return GraphReport(kind=kind, sites=ordered, record=kept)

@@ -112,16 +112,15 @@ class BoundCall:
         bias: torch.Tensor | None,
         eps_tensor: torch.Tensor | None,
         scale_tensor: torch.Tensor | None,
+        results: Results | None = None,
     ) -> Results:
-        """Run one site over the group's shared memory; results are new contiguous tensors."""
-        shape = x.shape
-        rstd_dtype = torch.float32 if self._wants_rstd else None
-        results = Results(
-            self._output(x, shape, self._norm_dtype, 0),
-            self._output(x, shape, self._hidden_dtype, 1),
-            self._output(x, shape, self._reduced_dtype, 2),
-            self._output(x, (*shape[:-1], 1), rstd_dtype, 3),
-        )
+        """Run one site over the group's shared memory.
+
+        `results`: where to write, contiguous, the residual's own memory among it if need be;
+        None for new tensors.
+        """
+        if results is None:
+            results = self._outputs(x)
         # reading a 0-d CPU tensor costs nothing
         eps = None if eps_tensor is None else float(eps_tensor.item())
         scale = None if scale_tensor is None else float(scale_tensor.item())
@@ -162,15 +161,15 @@ class BoundCall:
             self._set_tokens(elements // self._hidden_size)
         self._workspace.call(call)
 
-    def run_arguments(self, arguments: Arguments) -> Results:
-        """`run` with the tensors of these arguments."""
-        return self.run(
-            arguments.x,
-            arguments.residual,
-            arguments.weight,
-            arguments.bias,
-            arguments.eps_tensor,
-            arguments.scale_tensor,
+    def _outputs(self, x: torch.Tensor) -> Results:
+        """New contiguous tensors for the results of a call."""
+        shape = x.shape
+        rstd_dtype = torch.float32 if self._wants_rstd else None
+        return Results(
+            self._output(x, shape, self._norm_dtype, 0),
+            self._output(x, shape, self._hidden_dtype, 1),
+            self._output(x, shape, self._reduced_dtype, 2),
+            self._output(x, (*shape[:-1], 1), rstd_dtype, 3),
         )
 
     def _output(
@@ -197,25 +196,16 @@ class BoundCall:
 def run(
     arguments: Arguments, workspace: CpuWorkspace, results: Results | None = None
 ) -> Results:
-    """Run one site from the op's arguments; see `BoundCall`.
-
-    `results`: where to write, contiguous, the residual's own memory among it if need be; None
-    for new tensors.
-    """
-    bound = BoundCall(arguments, workspace)
-    if results is None:
-        return bound.run_arguments(arguments)
-    eps, scale = arguments.eps_tensor, arguments.scale_tensor
-    bound.run_into(
-        None if eps is None else float(eps.item()),
-        None if scale is None else float(scale.item()),
+    """Run one site from the op's arguments; see `BoundCall.run`."""
+    return BoundCall(arguments, workspace).run(
         arguments.x,
         arguments.residual,
         arguments.weight,
         arguments.bias,
-        *results,
+        arguments.eps_tensor,
+        arguments.scale_tensor,
+        results,
     )
-    return results
 
 
 def _codes(arguments: Arguments) -> dict[str, int]:

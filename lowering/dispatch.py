@@ -7,7 +7,6 @@ than its peers would be a deadlock.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -34,8 +33,6 @@ def run(
     arguments: Arguments,
     group: dist.ProcessGroup,
     results: Results | None = None,
-    *,
-    may_overwrite_x: bool = False,
 ) -> Results:
     """Run one call on the kernel that can take it, or on the unfused path.
 
@@ -44,14 +41,10 @@ def run(
         group: The one that they name.
         results: Where results may be written, contiguous and aligned to 16 bytes, the
             residual's memory among it if need be; None for new tensors.
-        may_overwrite_x: x may hold the sum afterwards.
 
     Returns:
-        Contiguous tensors: new ones, those of `results`, or x as the reduced value.
+        Contiguous tensors: new ones, or those of `results`.
     """
-    on_unfused = functools.partial(
-        unfused.run, arguments, group, results, may_overwrite_x=may_overwrite_x
-    )
     x = arguments.x
     if x.device.type == "cpu":
         workspace = cpu_workspace_for(arguments, group)
@@ -61,22 +54,33 @@ def run(
             return cpu_kernel.run(arguments, workspace, results)
     if x.device.type == "cuda":
         meet_once(arguments, group)
-        if (library := kernel_of(arguments.plan)) in FOREIGN:
-            from fx_fusion.lowering import foreign
-
-            made = foreign.run(arguments, group, library)
-            return on_unfused() if made is None else made
         gpu = gpu_workspace_for(arguments, group)
         if gpu is not None:
             from fx_fusion.lowering import gpu_kernel
 
             return gpu_kernel.run(arguments, gpu, gpu_algorithm_for(arguments), results)
-        triton = triton_workspace_for(arguments, group)
-        if triton is not None:
-            from fx_fusion.lowering import triton_kernel
+        made = run_other_kernel(arguments, group)
+        if made is not None:
+            return made
+    return unfused.run(arguments, group, results)
 
-            return triton_kernel.run(arguments, triton)
-    return on_unfused()
+
+def run_other_kernel(arguments: Arguments, group: dist.ProcessGroup) -> Results | None:
+    """Run one call that no workspace of `gpu_workspace_for` takes, and not on the unfused path.
+
+    That is on a library's kernel, where the plan names it, or else on the one in Triton; None
+    where neither takes the call. Results are new tensors, and x is left alone.
+    """
+    if (library := kernel_of(arguments.plan)) in FOREIGN:
+        from fx_fusion.lowering import foreign
+
+        return foreign.run(arguments, group, library)
+    triton = triton_workspace_for(arguments, group)
+    if triton is None:
+        return None
+    from fx_fusion.lowering import triton_kernel
+
+    return triton_kernel.run(arguments, triton)
 
 
 def meet_once(arguments: Arguments, group: dist.ProcessGroup) -> None:
@@ -119,12 +123,6 @@ def triton_workspace_for(
     workspace = triton_workspace(group, x.device)
     taken = workspace.usable and gpu_algorithm_for(arguments) != "unfused"
     return workspace if taken else None
-
-
-def takes_other_kernel(arguments: Arguments, group: dist.ProcessGroup) -> bool:
-    """True if a library's kernel or the one in Triton takes a call on a GPU that ours doesn't."""
-    is_foreign = kernel_of(arguments.plan) in FOREIGN
-    return is_foreign or triton_workspace_for(arguments, group) is not None
 
 
 def gpu_may_take(arguments: Arguments) -> bool:

@@ -7,22 +7,23 @@ adding up the squares). A row's bits depend on nothing but the row.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_driver
 from fx_fusion.lowering.arguments import Arguments, Results, aligned, empty_results
-from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_layout import (
     MAX_WORLD_SIZE,
     Geometry,
-    row_segments,
     rows_per_launch,
-    vectors_of,
+)
+from fx_fusion.lowering.gpu_loaded import (
+    CALL,
+    HIDDEN,
+    WORKSPACE,
+    Loaded,
+    has_programmatic_launch,
 )
 from fx_fusion.lowering.gpu_variant import (
     Variant,
@@ -33,63 +34,31 @@ from fx_fusion.lowering.gpu_variant import (
 )
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace
 
-#: `Params` of the kernel: what changes from call to call, what the hidden size gives, what the
-#: workspace gives. Pointers first in each part, so nothing is padded but as said here.
-_CALL: Final = struct.Struct("=10Q2i2f")
-_HIDDEN: Final = struct.Struct("=3if")
-_WORKSPACE: Final = struct.Struct(f"=iI4Q{MAX_WORLD_SIZE}Q")
 
+class Launcher(Loaded):
+    """One variant for one hidden size on one workspace, ready to launch.
 
-class Launchable(Protocol):
-    """A loaded variant for one hidden size."""
-
-    def launch(
-        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
-    ) -> None:
-        """Put one launch into the stream: `rows` rows of the arrays at `pointers`."""
-
-
-class Launcher:
-    """One variant for one hidden size on one workspace, ready to launch."""
+    A launch has no more clusters than are on the GPU at once: they wait for the peers'.
+    """
 
     def __init__(
         self, arguments: Arguments, shape: Geometry, workspace: GpuWorkspace, algorithm: str
     ) -> None:
         """Compile or fetch the variant, load it, and fill in what stays the same."""
-        x = arguments.x
-        hidden_size, width = x.shape[-1], x.element_size()
-        group, layout = workspace.group, workspace.layout
-        region = layout.region(algorithm)
-        variant = variant_of(arguments, shape, algorithm)
-        self._function = driver_for(workspace.arch).Function(
-            gpu_build.machine_code(variant, workspace.arch),
-            gpu_build.KERNELS[variant.algorithm].entry,
-            threads=shape.threads,
-            cluster=shape.cluster,
-            programmatic=has_programmatic_launch(workspace.arch),
-            context=workspace.context,
-        )
-        # All clusters of a launch have to be on the GPU at once: they wait for the peers'.
+        super().__init__(arguments, shape, algorithm, workspace.arch, workspace.context)
         capacity = self._function.clusters_at_once(workspace.multiprocessors)
         if shape.cluster > 1:
             capacity = min(capacity, self._function.device_clusters() // workspace.sharers)
         if workspace.block_limit:
             capacity = min(capacity, workspace.block_limit // shape.cluster)
         self.capacity = max(1, capacity)
+        group, layout = workspace.group, workspace.layout
+        region = layout.region(algorithm)
         rank, own = group.rank(), workspace.addresses[group.rank()]
-        self._parameters = bytearray(_CALL.size + _HIDDEN.size + _WORKSPACE.size)
-        _HIDDEN.pack_into(
-            self._parameters,
-            _CALL.size,
-            hidden_size,
-            vectors_of(hidden_size, width),
-            row_segments(hidden_size, width),
-            1.0 / hidden_size,
-        )
         buffers = [address + region.buffer for address in workspace.addresses]
-        _WORKSPACE.pack_into(
+        WORKSPACE.pack_into(
             self._parameters,
-            _CALL.size + _HIDDEN.size,
+            CALL.size + HIDDEN.size,
             rank,
             region.segments,
             workspace.timeout_nanoseconds,
@@ -99,35 +68,6 @@ class Launcher:
             *buffers,
             *[0] * (MAX_WORLD_SIZE - len(buffers)),
         )
-        self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
-        self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
-
-    @property
-    def function(self) -> gpu_driver.Function:
-        """The loaded kernel, of CUDA: the launcher in C knows no other."""
-        return cast(gpu_driver.Function, self._function)
-
-    @property
-    def parameters(self) -> bytes:
-        """The kernel's parameters as they are now, those of the last call among them."""
-        return bytes(self._parameters)
-
-    def clusters(self, rows: int) -> int:
-        """The clusters of a launch of so many rows: no more than are on the GPU at once."""
-        return min(rows, self.capacity)
-
-    def launch(
-        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
-    ) -> None:
-        """Put one launch into the stream; the workspace's lock is held."""
-        clusters = self.clusters(rows)
-        _CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
-        self._function.launch(clusters, stream, self._pointers)
-
-
-def has_programmatic_launch(arch: str) -> bool:
-    """True from sm_90 on: a kernel may start before the one ahead has ended; clusters."""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
 
 
 def run(
@@ -183,7 +123,7 @@ def enqueue(
 
 def submit(
     arguments: Arguments,
-    listed: Sequence[tuple[Launchable, int, int]],
+    listed: Sequence[tuple[Loaded, int, int]],
     stream: int,
     scale_dtype: torch.dtype,
     results: Results | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,24 +16,10 @@ import torch.distributed as dist
 from fx_fusion.lowering import gpu_driver
 from fx_fusion.lowering.arguments import Arguments, result_dtypes
 from fx_fusion.lowering.gpu_launch import Call, Kernel, Launch, Site, kernel_of, launch_library
+from fx_fusion.lowering.gpu_loaded import Loaded
 
 #: Numbers of rows whose launches a site keeps; calls with more of them cost what they cost now.
 MOST_CALLS: Final = 1024
-
-
-class Launched(Protocol):
-    """A loaded variant, as `gpu_kernel.Launcher` and `gpu_local.LocalLauncher` are."""
-
-    @property
-    def function(self) -> gpu_driver.Function:
-        """The loaded kernel."""
-
-    @property
-    def parameters(self) -> bytes:
-        """Its parameters, those of the last call among them."""
-
-    def clusters(self, rows: int) -> int:
-        """The clusters of a launch of so many rows."""
 
 
 class Learned:
@@ -46,13 +32,17 @@ class Learned:
     def __init__(self, eps: float, scale: float) -> None:
         """Nothing is known yet: the launcher hands every call back."""
         self.site = Site(eps=eps, scale=scale)
-        self._kernels: dict[Launched, Kernel] = {}
+        self._kernels: dict[Loaded, Kernel] = {}
         self._calls: dict[int, tuple[Any, int]] = {}
 
-    def wants(self, rows: int) -> bool:
-        """True if a call with so many rows can be learned and isn't known."""
+    def wants(self, rows: int, arch: str) -> bool:
+        """True if a call with so many rows can be learned and isn't known.
+
+        The launcher in C knows CUDA's driver alone.
+        """
         known = rows in self._calls or len(self._calls) == MOST_CALLS
-        return not known and launch_library().library is not None
+        can = arch.startswith("sm_") and launch_library().library is not None
+        return can and not known
 
     def forget(self) -> None:
         """Drop what was learned: another group or workspace, or none."""
@@ -64,7 +54,7 @@ class Learned:
         self,
         arguments: Arguments,
         group: dist.ProcessGroup,
-        listed: Sequence[tuple[Launched, int, int]],
+        listed: Sequence[tuple[Loaded, int, int]],
         failed: int,
         stream: int,
     ) -> None:

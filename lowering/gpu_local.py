@@ -13,17 +13,17 @@ import functools
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel
+from fx_fusion.lowering import gpu_kernel
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results, empty_results, is_aligned
 from fx_fusion.lowering.driver import driver_for
 from fx_fusion.lowering.gpu_driver import DriverError
-from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
-from fx_fusion.lowering.gpu_layout import Geometry, row_segments, vectors_of
+from fx_fusion.lowering.gpu_layout import Geometry
+from fx_fusion.lowering.gpu_loaded import Loaded, has_programmatic_launch
 from fx_fusion.lowering.gpu_select import gpu_takes_local
 from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.runtime_compiler import BuildError
@@ -54,61 +54,14 @@ class Machine:
     launchers: dict[Any, LocalLauncher | None] = field(default_factory=dict)
 
 
-class LocalLauncher:
+class LocalLauncher(Loaded):
     """One variant for one hidden size on one GPU, ready to launch."""
 
+    capacity = _MOST_CLUSTERS
+
     def __init__(self, arguments: Arguments, shape: Geometry, machine: Machine) -> None:
-        """Compile or fetch the variant, load it, and fill in what stays the same.
-
-        Raises:
-            BuildError: It can't be compiled.
-            DriverError: It can't be loaded.
-        """
-        variant = variant_of(arguments, shape, "local")
-        self._function = driver_for(machine.arch).Function(
-            gpu_build.machine_code(variant, machine.arch),
-            gpu_build.KERNELS[variant.algorithm].entry,
-            threads=shape.threads,
-            cluster=shape.cluster,
-            programmatic=has_programmatic_launch(machine.arch),
-            context=machine.context,
-        )
-        hidden_size, width = arguments.x.shape[-1], arguments.x.element_size()
-        call, hidden = gpu_kernel._CALL, gpu_kernel._HIDDEN
-        # what a workspace would fill in stays zero
-        self._parameters = bytearray(call.size + hidden.size + gpu_kernel._WORKSPACE.size)
-        hidden.pack_into(
-            self._parameters,
-            call.size,
-            hidden_size,
-            vectors_of(hidden_size, width),
-            row_segments(hidden_size, width),
-            1.0 / hidden_size,
-        )
-        self._view: Any = (ctypes.c_char * len(self._parameters)).from_buffer(self._parameters)
-        self._pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._view))
-
-    @property
-    def function(self) -> gpu_driver.Function:
-        """The loaded kernel, of CUDA: the launcher in C knows no other."""
-        return cast(gpu_driver.Function, self._function)
-
-    @property
-    def parameters(self) -> bytes:
-        """The kernel's parameters as they are now, those of the last call among them."""
-        return bytes(self._parameters)
-
-    def clusters(self, rows: int) -> int:
-        """The clusters of a launch of so many rows."""
-        return min(rows, _MOST_CLUSTERS)
-
-    def launch(
-        self, pointers: tuple[int, ...], rows: int, eps: float, scale: float, stream: int
-    ) -> None:
-        """Put one launch into the stream; the machine's lock is held."""
-        clusters = self.clusters(rows)
-        gpu_kernel._CALL.pack_into(self._parameters, 0, *pointers, rows, clusters, eps, scale)
-        self._function.launch(clusters, stream, self._pointers)
+        """Compile or fetch the variant, and load it; the errors are those of `Loaded`."""
+        super().__init__(arguments, shape, "local", machine.arch, machine.context)
 
 
 def run(
@@ -126,14 +79,11 @@ def run(
     Returns:
         Contiguous tensors; `reduced` itself where it is wanted.
     """
-    arch = device_arch(reduced.device)
-    if not gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1]):
-        return None
     index = reduced.device.index
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return run(reduced, arguments, results)
-    machine = machine_of(index)
+    machine = _machine_for(reduced, arguments)
     if machine is None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(index)
@@ -164,15 +114,8 @@ def enqueue(
 def launches(
     reduced: torch.Tensor, arguments: Arguments
 ) -> list[tuple[LocalLauncher, int, int]] | None:
-    """The launches that `run` makes: variant, first row, rows; None where it makes none.
-
-    Also None for a kernel that the launcher in C can't launch, which is CUDA's.
-    """
-    arch = device_arch(reduced.device)
-    takes = gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1])
-    if not takes or not arch.startswith("sm_"):
-        return None
-    machine = machine_of(reduced.device.index)
+    """The launches that `run` makes: variant, first row, rows; None where it makes none."""
+    machine = _machine_for(reduced, arguments)
     if machine is None:
         return None
     rows = reduced.numel() // reduced.shape[-1]
@@ -181,6 +124,17 @@ def launches(
             arguments._replace(x=reduced, want_reduced=False), rows, machine
         )
     return None if launcher is None else [(launcher, 0, rows)]
+
+
+def _machine_for(reduced: torch.Tensor, arguments: Arguments) -> Machine | None:
+    """The GPU of a call that the kernel takes; None where torch's own kernels have to.
+
+    It is the current device, whose context `machine_of` keeps.
+    """
+    arch = device_arch(reduced.device)
+    if not gpu_takes_local(kernel_of(arguments.plan), arch, reduced.shape[-1]):
+        return None
+    return machine_of(reduced.device.index)
 
 
 def _spread(arguments: Arguments, rows: int, machine: Machine) -> Geometry:

@@ -13,6 +13,7 @@ the launcher doesn't cover, comes to `GpuSite`, which takes the path that the op
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, cast
 
 import torch
@@ -55,7 +56,6 @@ class GpuSite:
         self._eps = float(constants["eps"])
         self._scale = float(constants.get("scale", 1.0))
         self._learned = Learned(self._eps, self._scale)
-        self._unfused = UnfusedSite(constants, may_overwrite_x=may_overwrite_x)
         self.site = self._learned.site
         self._address = ctypes.addressof(self.site)
         self._group: dist.ProcessGroup | None = None
@@ -120,13 +120,11 @@ class GpuSite:
         dispatch.meet_once(arguments, group)
         workspace = dispatch.gpu_workspace_for(arguments, group)
         if workspace is None:
-            if dispatch.takes_other_kernel(arguments, group):
-                made = dispatch.run(
-                    arguments, group, results, may_overwrite_x=self._may_overwrite_x
-                )
-                copy_results(made, results)
-            else:
+            made = dispatch.run_other_kernel(arguments, group)
+            if made is None:
                 self._unfused.run(stream, eps, scale, arguments, group, results)
+            else:
+                copy_results(made, results)
             return
         algorithm = dispatch.gpu_algorithm_for(arguments)
         workspace.check()
@@ -140,10 +138,15 @@ class GpuSite:
             else:
                 made = gpu_kernel.enqueue(arguments, workspace, stream, algorithm)
                 copy_results(made, results)
-            if workspace.arch.startswith("sm_") and self._learned.wants(rows):
+            if self._learned.wants(rows, workspace.arch):
                 listed = gpu_kernel.launches(arguments, rows, workspace, algorithm)
                 words = workspace.host_address, ctypes.addressof(workspace.stream_word)
                 self._learned.learn(arguments, group, listed, *words)
+
+    @functools.cached_property
+    def _unfused(self) -> UnfusedSite:
+        """Most sites never need it."""
+        return UnfusedSite(self._constants, may_overwrite_x=self._may_overwrite_x)
 
     def _launched(
         self, stream: int, rows: int, eps: Number, scale: Number, tensors: tuple[Tensor, ...]

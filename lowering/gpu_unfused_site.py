@@ -13,17 +13,17 @@ It is taken where the choice fell on the unfused path; nothing is chosen here.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fx_fusion import compat
 from fx_fusion.lowering import gpu_local, unfused
+from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.gpu_launch import entry_point
 from fx_fusion.lowering.gpu_learned import Learned
-from fx_fusion.lowering.site_call import Number, Tensor, arguments_of, copy_results
+from fx_fusion.lowering.site_call import Number, arguments_of, copy_results
 
 
 class UnfusedSite:
@@ -97,18 +97,15 @@ class _AddAndNorm:
         rows: int,
         eps: Number,
         scale: Number,
-        reduced: torch.Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        *given: Tensor,
+        *tensors: Any,
     ) -> None:
-        """Run one call; the arguments are the launcher's, with results as `given`."""
+        """Run one call; the arguments are the launcher's, the reduced value being its x."""
         del stream  # it is the current one
-        results = Results(*cast(Any, given))
-        arguments = arguments_of(self._constants, eps, scale, reduced, residual, weight, bias)
+        results = Results(*tensors[4:])
+        arguments = arguments_of(self._constants, eps, scale, *tensors[:4])
+        reduced = arguments.x
         copy_results(unfused.add_and_norm(reduced, arguments, results), results)
-        if self._group is None or not self.learned.wants(rows):
+        if self._group is None or not self.learned.wants(rows, device_arch(reduced.device)):
             return
         listed = gpu_local.launches(reduced, arguments)
         if listed is not None:

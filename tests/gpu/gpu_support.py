@@ -19,8 +19,8 @@ from op_support import ordered_bits
 from fx_fusion.lowering import gpu_build, gpu_kernel, gpu_local
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
-from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
 from fx_fusion.lowering.gpu_layout import rows_per_launch
+from fx_fusion.lowering.gpu_loaded import has_programmatic_launch
 from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.gpu_workspace import GpuWorkspace, gpu_workspace
 from fx_fusion.lowering.reference import rank_order_reference

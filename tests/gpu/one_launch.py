@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from gpu_support import FORMS, Differences, Form, arguments_of, expected_of, parts_of
 
-from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel
+from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_loaded
 from fx_fusion.lowering.arch import device_arch
 from fx_fusion.lowering.arguments import Arguments, Results
 from fx_fusion.lowering.gpu_layout import layout
@@ -38,7 +38,7 @@ ENTRY: Final = "one_launch"
 BLOCKS: Final = 16
 TIMEOUT_NANOSECONDS: Final = 120_000_000_000
 PARAMETER_BYTES: Final = (
-    gpu_kernel._CALL.size + gpu_kernel._HIDDEN.size + gpu_kernel._WORKSPACE.size
+    gpu_loaded.CALL.size + gpu_loaded.HIDDEN.size + gpu_loaded.WORKSPACE.size
 )
 TOKENS: Final = (1, 2, 5, 9)
 

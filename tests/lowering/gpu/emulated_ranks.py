@@ -13,7 +13,14 @@ from unittest import mock
 
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_driver, gpu_kernel, gpu_layout, gpu_local
+from fx_fusion.lowering import (
+    gpu_build,
+    gpu_driver,
+    gpu_kernel,
+    gpu_layout,
+    gpu_loaded,
+    gpu_local,
+)
 from fx_fusion.lowering.arguments import Arguments, Results, empty_results
 from fx_fusion.lowering.cpu_build import compiler
 from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
@@ -173,8 +180,8 @@ class Ranks:
                 return 1000
 
             def launch(self, clusters: int, stream: int, parameters: Any) -> None:
-                size = gpu_kernel._CALL.size + gpu_kernel._HIDDEN.size
-                size += gpu_kernel._WORKSPACE.size
+                size = gpu_loaded.CALL.size + gpu_loaded.HIDDEN.size
+                size += gpu_loaded.WORKSPACE.size
                 text = ctypes.string_at(parameters[0], size)
                 library.emulator_launch(
                     stream, number, text, size, clusters, shape["cluster"], shape["threads"]

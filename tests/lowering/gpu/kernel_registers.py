@@ -17,7 +17,7 @@ import torch
 
 from fx_fusion.lowering import gpu_build
 from fx_fusion.lowering.arguments import Arguments
-from fx_fusion.lowering.gpu_kernel import has_programmatic_launch
+from fx_fusion.lowering.gpu_loaded import has_programmatic_launch
 from fx_fusion.lowering.gpu_variant import Variant, spread_of, variant_of
 from fx_fusion.lowering.runtime_compiler import NVRTC
 

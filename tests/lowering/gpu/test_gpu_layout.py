@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fx_fusion.lowering import gpu_build, gpu_kernel, gpu_layout, gpu_select, select
+from fx_fusion.lowering import gpu_build, gpu_layout, gpu_loaded, gpu_select, select
 from fx_fusion.lowering.gpu_select import (
     GPU_ONE_SHOT,
     GPU_TWO_SHOT,
@@ -108,9 +108,9 @@ def test_every_spread_covers_the_row_within_the_hardware_s_limits(clusters: bool
 def test_the_parameters_are_laid_out_as_the_kernel_reads_them() -> None:
     # 10 pointers, 2 ints, 2 floats; 3 ints, 1 float; 2 ints, 4 and 16 words of 8 bytes: nothing
     # that the compiler would pad.
-    assert gpu_kernel._CALL.size == 96
-    assert gpu_kernel._HIDDEN.size == 16
-    assert gpu_kernel._WORKSPACE.size == 168
+    assert gpu_loaded.CALL.size == 96
+    assert gpu_loaded.HIDDEN.size == 16
+    assert gpu_loaded.WORKSPACE.size == 168
     body = re.search(
         r"struct Params \{(.*?)\n\};", gpu_build.sources()["gpu_params.h"], re.DOTALL
     )

@@ -36,6 +36,7 @@ def on_a_gpu(machine: gpu_local.Machine) -> Iterator[None]:
     with (
         stubbed(None),
         mock.patch.object(gpu_local, "device_arch", return_value="sm_90"),
+        mock.patch.object(gpu_unfused_site, "device_arch", return_value="sm_90"),
         mock.patch.object(gpu_local, "machine_of", return_value=machine),
     ):
         yield

@@ -137,7 +137,7 @@ def _merge(
         kept = graph.call_function(c10d.all_reduce.default, (total, *late.args[1:]))
         wait = graph.call_function(c10d.wait_tensor.default, (kept,))
     for node in (total, kept, wait):
-        node.meta = {k: v for k, v in late.meta.items() if k != "eager_input_vals"}
+        node.meta = nodes.copied_meta(late)
         node.meta["val"] = left.meta["val"]
     if residual is None:
         add.replace_all_uses_with(wait)
@@ -160,6 +160,6 @@ def _viewed(graph: fx.Graph, term: _Term) -> fx.Node:
         if not nodes.is_op(view, nodes.VIEWS):
             continue
         copy = nodes.copy_with_input(graph, view, x)
-        copy.meta = {k: v for k, v in view.meta.items() if k != "eager_input_vals"}
+        copy.meta = nodes.copied_meta(view)
         x = copy
     return x

@@ -209,6 +209,14 @@ def graph_nodes(graph: fx.Graph, op: str) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == op)
 
 
+def copied_meta(node: fx.Node) -> dict[str, Any]:
+    """The meta data for a node that stands for a part of `node`; its "val" may have to change.
+
+    What it was called with in eager isn't what the part is called with.
+    """
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+
+
 def copy_with_input(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
     """Insert a copy of `node` that reads `source` in place of its first argument."""
     assert callable(node.target)

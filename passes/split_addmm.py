@@ -17,7 +17,7 @@ what Inductor made without it, so there nothing is split).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -35,14 +35,13 @@ def split_addmms(graph: fx.Graph) -> list[fx.Node]:
     return added
 
 
-def join_addmms(graph: fx.Graph, added: Iterable[fx.Node]) -> None:
+def join_addmms(graph: fx.Graph, added: Sequence[fx.Node]) -> None:
     """Join again what is as `split_addmms` left it, in place.
 
     Args:
         graph: The graph, where sites have been rewritten since.
         added: What `split_addmms` returned.
     """
-    added = list(added)
     present = set(graph.nodes) if added else set()
     for node in added:
         product = node.args[0] if node in present else None
@@ -74,6 +73,6 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     summand, left, right = node.args
     with graph.inserting_before(node):
         product = graph.call_function(aten.mm.default, (left, right))
-    product.meta = {k: v for k, v in node.meta.items() if k != "eager_input_vals"}
+    product.meta = nodes.copied_meta(node)
     product.meta["val"] = torch.empty_like(node.meta["val"])  # memory of its own
     node.target, node.args = aten.add.Tensor, (product, summand)

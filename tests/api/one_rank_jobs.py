@@ -26,8 +26,10 @@ def switch_on() -> None:
     config.compile_on_one_rank = True
 
 
-def sites(rank: int, world_size: int) -> dict[str, tuple[bool, SiteReport]]:
-    """For each way: whether the result is eager's, and the report of the one site."""
+def sites(
+    rank: int, world_size: int, ways: tuple[str, ...]
+) -> dict[str, tuple[bool, SiteReport]]:
+    """For each of the ways: whether the result is eager's, and the report of the one site."""
     switch_on()
     mesh = init_device_mesh("cpu", (world_size,))
     groups: dict[str, Any] = {
@@ -35,9 +37,7 @@ def sites(rank: int, world_size: int) -> dict[str, tuple[bool, SiteReport]]:
         "group": dist.group.WORLD,
         "mesh": mesh,
     }
-    if torch.__version__.startswith("2.12."):  # its Inductor lowers names of groups alone
-        del groups["group"], groups["mesh"]
-    return {way: site(rank, group) for way, group in groups.items()}
+    return {way: site(rank, groups[way]) for way in ways}
 
 
 def site(rank: int, group: Any) -> tuple[bool, SiteReport]:

@@ -170,7 +170,9 @@ def test_sites_are_called_without_the_dispatcher(ranks: list[list[dict[str, Any]
     assert [rank["events"] for rank in ranks[0]] == [[], []]
 
 
-@pytest.mark.skipif(not DISPATCHES, reason="what torch 2.12 writes for dtypes doesn't compile")
+@pytest.mark.skipif(
+    not DISPATCHES, reason="torch 2.12's C++ wrapper can't call an op that takes dtypes"
+)
 def test_the_dispatcher_s_way_gives_the_same_bits(
     ranks: list[list[dict[str, Any]]],
 ) -> None:
